@@ -1,0 +1,56 @@
+"""Settings: one frozen dataclass a layer, checked when made. Units are in the names."""
+
+from dataclasses import dataclass, field
+
+from pbkv_ray.errors import ConfigError
+
+POLICIES = ("lru", "session", "kvflow", "lae", "he", "pbkv", "pbkv+", "oracle")
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value <= 0:
+            raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """One SGLang engine. Zero pool sizes let SGLang choose (GPU only); on a CPU they must be given."""
+
+    model: str
+    policy: str = "lru"
+    device_pool_tokens: int = 32_768
+    host_pool_ratio: float = 2.0  # below 2 a write_through host tier only mirrors the device (reference/sglang.md)
+    write_policy: str = "write_through"
+    page_size: int = 1
+    context_length: int = 8_192
+    tensor_parallel: int = 1
+    max_running_requests: int = 16
+    chunked_prefill_tokens: int = 2_048
+    dtype: str = "auto"
+    random_seed: int = 0
+    extra: dict[str, object] = field(default_factory=dict)  # passed to sglang.Engine as they are
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy {self.policy!r} is unknown; known are {', '.join(POLICIES)}")
+        if self.write_policy not in ("write_through", "write_through_selective", "write_back"):
+            raise ConfigError(f"write_policy {self.write_policy!r} is none of SGLang's HiCache policies")
+        _positive(self, "page_size", "context_length", "tensor_parallel", "max_running_requests")
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """Bounds and times of the controller. Leases end runs whose client vanished (paper, weakness 12)."""
+
+    horizon: int = 10  # steps forecast; the paper's score reads the first three
+    lease_s: float = 600.0  # a run that is silent for so long is taken for dead
+    ended_memory_s: float = 600.0  # late events of an ended run are recognised for so long
+    max_runs: int = 20_000
+    max_agents_per_run: int = 64
+    max_history: int = 512  # agents kept of a run's path
+    max_id_length: int = 256
+
+    def __post_init__(self) -> None:
+        _positive(self, *self.__slots__)

@@ -1,0 +1,144 @@
+"""What happened, as data. Shells make events; `core.controller.Controller.handle` takes them.
+
+`at_s` is seconds since the epoch on the clock of the process that saw the event. Agents travel by name.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """`agents` and `edges` are the LangGraph graph's own, the forecast's prior; empty for foreign harnesses."""
+
+    run_id: str
+    workflow: str
+    at_s: float
+    agents: tuple[str, ...] = ()
+    edges: tuple[tuple[str, str], ...] = ()
+    parent_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEntered:
+    run_id: str
+    agent: str
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeft:
+    run_id: str
+    agent: str
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToolWaiting:
+    """The run left the LLM for a graph node that calls none, a tool, or a human (`name` says which)."""
+
+    run_id: str
+    name: str
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    run_id: str
+    agent: str
+    step: int
+    call_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    run_id: str
+    agent: str
+    step: int
+    call_id: str
+    at_s: float
+    reason: Literal["stop", "length", "abort", "error"]
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    device_cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    seconds: float = 0.0
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRenewed:
+    """The run is alive although nothing else happened; its lease starts anew."""
+
+    run_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    run_id: str
+    outcome: Outcome
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """`epoch` is new at every engine start: an engine that came back is empty."""
+
+    replica: str
+    epoch: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLeft:
+    replica: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Tokens that a replica holds: run -> (device tokens, host tokens). A whole report, not a difference."""
+
+    replica: str
+    epoch: str
+    at_s: float
+    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    queued_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    at_s: float
+
+
+Event = (
+    RunStarted
+    | AgentEntered
+    | AgentLeft
+    | ToolWaiting
+    | CallStarted
+    | CallFinished
+    | RunRenewed
+    | RunEnded
+    | ReplicaJoined
+    | ReplicaLeft
+    | Residency
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events of one source in order. `sequence` numbers the first one; duplicates and gaps are harmless."""
+
+    source: str
+    sequence: int
+    events: tuple[Event, ...]
+    dropped: int = 0

@@ -1,0 +1,45 @@
+"""Forecasts: which agents a run calls in its next K steps, and what that makes of an agent's value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """One run's next K calls (paper section 4.1).
+
+    agents: the names behind the columns.
+    step:   [K, len(agents) + 1]; row k is the distribution of call k + 1 given that the run has not ended
+            before it; the last column is END, a hazard. Rows sum to one.
+    wait_s: [K] expected seconds from the forecast to the start of call k + 1, if that is known.
+    """
+
+    agents: tuple[str, ...]
+    step: Array
+    wait_s: Array | None = None
+
+    def mass(self) -> Array:
+        """[K, agents]: s^(k) P^(k)[agent], the probability that call k is made and made by that agent."""
+        alive = np.concatenate(([1.0], np.cumprod(1.0 - self.step[:-1, -1])))
+        return self.step[:, :-1] * alive[:, None]
+
+    def values(self, gamma: float, horizon: int | None = None) -> Array:
+        """[agents]: sum over k of gamma^(k-1) s^(k) P^(k)[agent] (paper Eq. 2, one run's share)."""
+        mass = self.mass()[:horizon]
+        return np.asarray(gamma ** np.arange(len(mass)) @ mass)
+
+
+class Predictor(Protocol):
+    """Learns from the calls of runs, and forecasts. `history` is the run's agents so far, oldest first."""
+
+    def observe(self, workflow: str, history: Sequence[str], following: str | None) -> None:
+        """After `history` the run called `following`, or ended (None)."""
+
+    def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
+        """None when nothing is known: the engine then keeps to recency."""

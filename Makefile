@@ -1,0 +1,43 @@
+# Everything runs from .venv; a machine with an NVIDIA GPU gets the full set of packages, others the slim one.
+PYTHON ?= python3
+SET := $(shell nvidia-smi -L >/dev/null 2>&1 && echo full || echo cpu)
+READY := .venv/.ready-$(SET)
+BIN := .venv/bin
+
+.PHONY: help setup demo test test-core lint lock clean
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(READY): deployments/requirements/$(SET).txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "Python 3.11 to 3.13 is needed; name one: make PYTHON=python3.11 setup"; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv \
+	  || { echo "the venv module is missing: apt-get install python3-venv"; exit 2; }
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet --no-deps -r deployments/requirements/$(SET).txt
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet --no-deps -e .
+	$(BIN)/python -m pbkv_ray.engine.models default
+	@rm -f .venv/.ready-* && touch $@
+
+setup: $(READY) ## create .venv, install the pinned packages, prepare the default model
+
+demo: setup ## run three runs of each workflow on a real engine and show what they did
+	$(BIN)/pbkv demo
+
+test: setup ## all tests (no GPU needed)
+	$(BIN)/python -m pytest
+
+test-core: setup ## the pure core only, in seconds
+	$(BIN)/python -m pytest tests/core -q
+
+lint: setup ## formatting, style, types, import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+lock: setup ## renew deployments/requirements/*.txt from pyproject.toml
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m deployments.requirements.lock
+
+clean: ## remove the environment
+	rm -rf .venv

@@ -1,6 +1,6 @@
 """The nouns of one LLM call: who calls, what it asks, what it got. Shared by graph, engine and deployments."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -74,4 +74,4 @@ class Transport(Protocol):
     Raises EngineError when the engine failed, InputError when it refused the request.
     """
 
-    def stream(self, call: Call) -> AsyncIterator[Chunk]: ...
+    def stream(self, call: Call) -> AsyncGenerator[Chunk, None]: ...

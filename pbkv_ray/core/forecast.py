@@ -27,7 +27,7 @@ class Forecast:
     def mass(self) -> Array:
         """[K, agents]: s^(k) P^(k)[agent], the probability that call k is made and made by that agent."""
         alive = np.concatenate(([1.0], np.cumprod(1.0 - self.step[:-1, -1])))
-        return self.step[:, :-1] * alive[:, None]
+        return np.asarray(self.step[:, :-1] * alive[:, None])
 
     def values(self, gamma: float, horizon: int | None = None) -> Array:
         """[agents]: sum over k of gamma^(k-1) s^(k) P^(k)[agent] (paper Eq. 2, one run's share)."""

@@ -63,7 +63,7 @@ def _standard(workload: Workload) -> Workload:
 
 def _open(path: Path, mode: str) -> IO[str]:
     if path.suffix == ".gz":
-        return cast("IO[str]", gzip.open(path, mode, encoding="utf-8"))  # noqa: SIM115 (the caller closes it)
+        return cast("IO[str]", gzip.open(path, mode, encoding="utf-8"))
     return path.open(mode, encoding="utf-8")
 
 

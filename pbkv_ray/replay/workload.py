@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def footprint_tokens(self) -> float:
-        """Mean over the runs; times the runs in flight it is the live footprint that pools are fractions of."""
+        """Mean over the runs; times the runs in flight it is the live footprint, of which pools are fractions."""
         if not self.runs:
             raise InputError(f"workload {self.name!r} has no runs; loosen the filters")
         return sum(run.footprint_tokens for run in self.runs) / len(self.runs)

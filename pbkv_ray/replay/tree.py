@@ -1,0 +1,187 @@
+"""SGLang's own radix cache without an engine: the scheduler's side of a request, on pools without KV data.
+
+Real: UnifiedRadixCache with the tree core and components that the engine would use (stock or our plug-in's),
+ReqToTokenPool, the token allocator, and with a host tier also HiCache's pools and controller on one-byte KV
+entries. Ours: the request object (the attributes of SGLang's Req that a tree reads) and the order of calls that
+the scheduler makes (match, lock, load back, evict, allocate, checkpoint, release).
+
+One key element is one *unit*: one token, or one whole block of 16 tokens when a replay is coarsened. A coarsened
+tree is a tree of page size 16 whose pages are compared by id, sixteen times cheaper.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
+from pbkv_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    """Sizes in units. `host_units` 0 leaves the host tier out. `cache_class` and `overrides` are the plug-in's."""
+
+    device_units: int
+    host_units: int = 0
+    max_requests: int = 256
+    max_context_units: int = 1 << 16
+    eviction_policy: str = "lru"
+    tree_core: str = "rust"
+    write_policy: str = "write_through"
+    session_aware: bool = False
+    cache_class: type[Any] | None = None
+    prepare: Callable[[Any], None] | None = None  # gets CacheInitParams before the cache is made
+
+
+class TreeRequest:
+    """What UnifiedRadixCache reads and writes of SGLang's Req. Ids are units."""
+
+    def __init__(self, rid: str, prompt: "array[int]", custom: dict[str, Any], session: str | None = None) -> None:
+        from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+        self.rid = rid
+        self.origin_input_ids = prompt
+        self.full_untruncated_fill_ids = prompt
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.session_id = session
+        self.session_generation: int | None = None
+        self.session = None
+        self.kv = ReqKvInfo()
+        self.priority = 0
+        self.extra_key = self.cache_salt = self.kv_rotation_base = None
+        self.swa_host_hit_length = self.mamba_host_hit_length = 0
+        self.last_node: Any = None
+        self.best_match_node: Any = None
+        self.host_hit_length = 0
+        self.lock: Any = None
+        self.done = False
+        self.finished_reason = None
+        self.allocated = 0  # units that have a slot: matched, loaded or computed
+        self.device_hit = self.host_hit = 0
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class Tree:
+    """One replica's cache. Raises ConfigError for sizes that SGLang cannot take."""
+
+    def __init__(self, options: TreeOptions) -> None:
+        import os
+
+        select_platform(os.environ, has_accelerator())
+        import torch
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        if options.device_units < 1:
+            raise ConfigError(f"a device pool of {options.device_units} units holds nothing; raise the fraction")
+        self.options = options
+        self._rows = ReqToTokenPool(options.max_requests, options.max_context_units, "cpu", False)
+        kv = _tiny_pool(options.device_units) if options.host_units else None
+        self._slots = TokenToKVPoolAllocator(options.device_units, torch.uint8, "cpu", kv, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self._rows,
+            token_to_kv_pool_allocator=self._slots,
+            page_size=1,
+            eviction_policy=options.eviction_policy,
+            enable_session_radix_cache=options.session_aware,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=options.tree_core,
+        )
+        if options.prepare is not None:
+            options.prepare(params)
+        self.cache: Any = (options.cache_class or UnifiedRadixCache)(params)
+        if options.host_units:
+            _attach_host(self.cache, params, options)
+        self.evicted_units = 0
+
+    # The life of a request, in the order in which the scheduler makes these calls.
+
+    def match(self, request: TreeRequest) -> tuple[int, int]:
+        """(device units, host units) that the prompt finds. At least one unit is left to compute."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(request.origin_input_ids, limit=max(0, len(request.origin_input_ids) - 1))
+        found = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        request.last_node, request.best_match_node = found.last_device_node, found.best_match_node
+        request.host_hit_length = found.host_hit_length
+        return int(found.device_prefix_len), int(found.host_hit_length)
+
+    def admit(self, request: TreeRequest) -> None:
+        """Match, lock the path and load what the host has; sets the request's hits."""
+        request.device_hit, _ = self.match(request)
+        self._rows.alloc([request])
+        request.lock = self.cache.lock(request.last_node)
+        covered = request.device_hit
+        if request.host_hit_length:
+            from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+            params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+            loaded, node = self.cache.init_load_back(params)
+            if loaded:
+                self.cache.unlock(request.lock)
+                request.last_node, request.host_hit = node, loaded
+                request.lock = self.cache.lock(node)
+                covered += loaded
+                self.cache.ready_to_load_host_cache()
+                self.cache.loading_check()
+        if covered:
+            indices = self.cache.path_device_indices(request.last_node)[:covered]
+            self._rows.write((request.kv.req_pool_idx, slice(0, covered)), indices)
+        request.kv.cache_protected_len = covered
+        request.allocated = covered
+
+    def allocate(self, request: TreeRequest, units: int) -> bool:
+        """Slots for `units` more of the request; evicts when the pool is short. False: they do not fit."""
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+        if units <= 0:
+            return True
+        free = self._slots.available_size()
+        if free < units:
+            evict_from_tree_cache(self.cache, units)
+            self.evicted_units += max(0, self._slots.available_size() - free)
+        slots = self._slots.alloc(units)
+        if slots is None:
+            return False
+        end = request.allocated + units
+        self._rows.write((request.kv.req_pool_idx, slice(request.allocated, end)), slots)
+        request.allocated = end
+        return True
+
+    def checkpoint(self, request: TreeRequest) -> None:
+        """Publish what is computed so far (a chunk of prefill)."""
+        self.cache.checkpoint(request, up_to=min(request.allocated, len(request.full_untruncated_fill_ids)))
+        self.cache.check_hicache_events()
+
+    def append(self, request: TreeRequest, units: Sequence[int]) -> None:
+        """Output that got a slot (see `allocate`) becomes part of what is published at the end."""
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids + array("q", units)
+
+    def finish(self, request: TreeRequest, publish: bool = True) -> None:
+        """End of the request: publish, unlock, free the row."""
+        request.done = True
+        if publish:
+            self.cache.checkpoint(request, up_to=min(request.allocated, len(request.full_untruncated_fill_ids)))
+        held = self._rows.req_to_token[
+            request.kv.req_pool_idx, request.kv.cache_protected_len : request.allocated
+        ]
+        self._slots.free(held.to(self._slots.free_pages.dtype))
+        self.cache.unlock(request.lock)
+        request.lock = None
+        self._rows.free(request)
+        self.cache.check_hicache_events()
+
+    def free_units(self) -> int:
+        return int(self._slots.available_size())
+
+    def evictable_units(self) -> int:
+        return int(self.cache.evictable_size())

@@ -1,0 +1,97 @@
+"""How long until the next call: log-normal waits per (agent, following), learned online.
+
+Tool times are heavy-tailed and people answer tomorrow, so that a run which is overdue must be expected *later* the
+longer it is silent: `LogNormal.remaining` says how much, in closed form.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pbkv_ray.core.forecast import Array
+
+_SHORTEST_S = 1e-3
+_MEMORY = 512.0  # observations after which older ones fade
+_MAX_PAIRS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A wait in seconds: ln(wait) has mean `mu` and deviation `sigma`; `count` observations are behind it."""
+
+    mu: float
+    sigma: float
+    count: float
+
+    def mean(self) -> float:
+        return math.exp(self.mu + self.sigma**2 / 2)
+
+    def survival(self, seconds: float) -> float:
+        """P(wait > seconds)."""
+        if seconds <= 0:
+            return 1.0
+        return 0.5 * math.erfc((math.log(seconds) - self.mu) / (self.sigma * math.sqrt(2)))
+
+    def remaining(self, elapsed: float) -> float:
+        """E[wait - elapsed | wait > elapsed], in seconds."""
+        if elapsed <= 0:
+            return self.mean()
+        tail = self.survival(elapsed)
+        if tail < 1e-12:  # far beyond anything seen: as long again as it has been silent
+            return elapsed
+        shifted = LogNormal(self.mu + self.sigma**2, self.sigma, self.count)
+        return max(0.0, self.mean() * shifted.survival(elapsed) / tail - elapsed)
+
+
+class Waits:
+    """Waits of one workflow, from the start of one call to the start of the next. A pair seen seldom leans on its
+    agent, an agent seen seldom on the workflow. Bounded: beyond the bound new pairs only count for their agent."""
+
+    def __init__(self) -> None:
+        self._moments: dict[tuple[str | None, str | None], list[float]] = {}  # key -> [n, mean, M2] of ln(seconds)
+
+    def observe(self, agent: str, following: str, seconds: float) -> None:
+        value = math.log(max(seconds, _SHORTEST_S))
+        for key in ((None, None), (agent, None), (agent, following)):
+            moments = self._moments.get(key)
+            if moments is None:
+                if len(self._moments) >= _MAX_PAIRS:
+                    continue
+                moments = self._moments[key] = [0.0, 0.0, 0.0]
+            if moments[0] >= _MEMORY:
+                moments[0] /= 2
+                moments[2] /= 2
+            moments[0] += 1.0
+            delta = value - moments[1]
+            moments[1] += delta / moments[0]
+            moments[2] += delta * (value - moments[1])
+
+    def of(self, agent: str | None, following: str | None = None) -> LogNormal | None:
+        """From a call of `agent` to the start of `following` (None: whichever comes); None if none was seen."""
+        chain = [self._moments.get(key) for key in ((None, None), (agent, None), (agent, following))]
+        if chain[0] is None:
+            return None
+        mean, spread, count = chain[0][1], max(chain[0][2] / chain[0][0], 0.01), chain[0][0]
+        for moments in chain[1:]:
+            if moments is not None:
+                n = moments[0]
+                old = mean
+                mean = (n * moments[1] + 2 * old) / (n + 2)
+                spread = (moments[2] + n * (moments[1] - mean) ** 2 + 2 * (spread + (old - mean) ** 2)) / (n + 2)
+                count = n
+        return LogNormal(mean, math.sqrt(spread), count)
+
+    def expected(self, agent: str | None, agents: Sequence[str], step: Array) -> Array | None:
+        """[K] expected seconds from the start of the call of `agent` to the start of call k + 1, given that the
+        run lives so long; `step` is a forecast's [K, len(agents) + 1]. None when no wait was seen."""
+        if (None, None) not in self._moments:
+            return None
+        # The first wait by pair; later ones by the agent that is then left.
+        first = [self.of(agent, name) for name in agents]
+        later = [self.of(name) for name in agents]
+        per_step = np.array([[w.mean() if w else 0.0 for w in waits] for waits in (first, later)])
+        mass = step[:, :-1] / np.maximum(step[:, :-1].sum(1, keepdims=True), 1e-12)
+        gaps = np.concatenate((mass[:1] @ per_step[0], mass[:-1] @ per_step[1]))
+        return np.asarray(np.cumsum(gaps))

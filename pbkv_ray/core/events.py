@@ -11,7 +11,10 @@ Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """`agents` and `edges` are the LangGraph graph's own, the forecast's prior; empty for foreign harnesses."""
+    """`agents` and `edges` are the LangGraph graph's own, the forecast's prior; empty for foreign harnesses.
+
+    Runners repeat the event while a run lives: it starts the lease anew, and tells a restarted controller.
+    """
 
     run_id: str
     workflow: str
@@ -73,14 +76,6 @@ class CallFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRenewed:
-    """The run is alive although nothing else happened; its lease starts anew."""
-
-    run_id: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RunEnded:
     run_id: str
     outcome: Outcome
@@ -125,7 +120,6 @@ Event = (
     | ToolWaiting
     | CallStarted
     | CallFinished
-    | RunRenewed
     | RunEnded
     | ReplicaJoined
     | ReplicaLeft

@@ -1,0 +1,156 @@
+"""The controller as a Ray actor: the clock, the outboxes and the long polls around `core.controller`.
+
+The actor is detached and named per application, restarts for ever, and repeats no call by itself: a call that kills
+it would otherwise kill it again (reference: Ray retries actor tasks in flight). Callers retry.
+"""
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from time import time
+from typing import Any
+
+import ray
+
+from pbkv_ray.config import ControllerOptions
+from pbkv_ray.core.actions import Action
+from pbkv_ray.core.controller import Controller
+from pbkv_ray.core.events import Batch, ReplicaJoined, ReplicaLeft, Residency, Tick
+from pbkv_ray.core.outbox import Outbox
+from pbkv_ray.predict.counts import VariableOrderCounts
+
+NAMESPACE = "pbkv"
+TICK_S = 1.0
+SILENT_REPLICA_S = 30.0
+
+
+class ControllerHost:
+    """Plain class, all methods async, one event loop: no lock is needed."""
+
+    def __init__(self, options: ControllerOptions) -> None:
+        self.epoch = uuid.uuid4().hex[:12]
+        self._controller = Controller(options, VariableOrderCounts())
+        self._outboxes: dict[str, Outbox] = {}
+        self._news: dict[str, asyncio.Event] = {}
+        self._counts: Counter[str] = Counter()
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def events(self, batch: Batch) -> str:
+        """Returns the controller's epoch; a new one tells runners to announce their runs again."""
+        self._ensure_ticking()
+        self._perform(self._controller.receive(batch))
+        return self.epoch
+
+    async def hints(
+        self, replica: str, engine_epoch: str, known_epoch: str | None, acknowledged: int, timeout_s: float
+    ) -> tuple[str, int, Sequence[Action]]:
+        """Long poll of a replica: (controller epoch, number to acknowledge, actions), empty after `timeout_s`.
+
+        `acknowledged` counts only if it was given out under this controller's epoch.
+        """
+        self._ensure_ticking()
+        acknowledged = acknowledged if known_epoch == self.epoch else 0
+        self._perform(self._controller.handle(ReplicaJoined(replica, engine_epoch, time())))
+        outbox = self._outboxes.setdefault(replica, Outbox())
+        number, actions = outbox.take(acknowledged)
+        if not actions:
+            news = self._news.setdefault(replica, asyncio.Event())
+            news.clear()
+            try:
+                await asyncio.wait_for(news.wait(), timeout_s)
+            except TimeoutError:
+                return self.epoch, acknowledged, ()
+            number, actions = outbox.take(acknowledged)
+        return self.epoch, number, actions
+
+    async def report(self, residency: Residency) -> None:
+        self._perform(self._controller.handle(residency))
+
+    async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The runs in flight, most recently seen last."""
+        shown = list(self._controller.runs)[-limit:]
+        return [
+            {
+                "run_id": run.run_id,
+                "workflow": run.workflow,
+                "agents": list(run.history),
+                "entered": [agent for agent, _ in run.entered],
+                "waiting_for": run.waiting_for,
+                "calls_in_flight": len(run.calls),
+                "calls": run.totals.calls,
+                "prompt_tokens": run.totals.prompt_tokens,
+                "device_cached_tokens": run.totals.device_cached_tokens,
+                "host_cached_tokens": run.totals.host_cached_tokens,
+                "started_s": run.started_s,
+                "seen_s": run.seen_s,
+                "home": run.home,
+            }
+            for run in shown
+        ]
+
+    async def outcome(self, run_id: str) -> str | None:
+        """How the run ended, "running" if it has not, or None when it is not known (any more)."""
+        if self._controller.runs.get(run_id) is not None:
+            return "running"
+        return self._controller.runs.outcome(run_id)
+
+    async def counts(self) -> dict[str, float]:
+        """Counters and gauges for /metrics, without the `pbkv_controller_` prefix."""
+        return {
+            **self._controller.counts,
+            **self._counts,
+            "runs_active": len(self._controller.runs),
+            "replicas": len(self._controller.replicas),
+            "hints_waiting": sum(map(len, self._outboxes.values())),
+            "hints_dropped": sum(outbox.dropped for outbox in self._outboxes.values()),
+        }
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._counts[f"action_{type(action).__name__}"] += 1
+            for replica, outbox in self._outboxes.items():
+                outbox.put(action)
+                if (news := self._news.get(replica)) is not None:
+                    news.set()
+
+    def _ensure_ticking(self) -> None:
+        if self._ticking is None or self._ticking.done():
+            self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time()
+            silent = [r for r, known in self._controller.replicas.items() if known.seen_s < now_s - SILENT_REPLICA_S]
+            for replica in silent:
+                self._outboxes.pop(replica, None)
+                self._news.pop(replica, None)
+            self._perform(self._controller.handle(*(ReplicaLeft(r, now_s) for r in silent), Tick(now_s)))
+
+
+def controller_name(application: str) -> str:
+    return f"pbkv-controller-{application}"
+
+
+def start_controller(application: str, options: ControllerOptions) -> Any:
+    """The application's controller, started if there is none. Any process of the cluster may call this."""
+    actor = ray.remote(ControllerHost)
+    return actor.options(
+        name=controller_name(application),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+        max_concurrency=1_000,
+    ).remote(options)
+
+
+def stop_controller(application: str) -> None:
+    """Ends the application's controller; no-op when there is none."""
+    try:
+        ray.kill(ray.get_actor(controller_name(application), namespace=NAMESPACE))
+    except ValueError:
+        return

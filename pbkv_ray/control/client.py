@@ -1,0 +1,72 @@
+"""How other processes talk to the controller actor: found by name, lost and found again, never waited for long."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from pbkv_ray.control.actor import NAMESPACE, controller_name
+from pbkv_ray.core.actions import Action
+from pbkv_ray.core.events import Batch, Residency
+from pbkv_ray.errors import UnavailableError
+
+
+class ControllerClient:
+    """One per process. `on_new_epoch` is called when the controller turns out to have restarted."""
+
+    def __init__(
+        self, application: str, *, timeout_s: float = 2.0, on_new_epoch: Callable[[], None] | None = None
+    ) -> None:
+        self._name = controller_name(application)
+        self._timeout_s = timeout_s
+        self._on_new_epoch = on_new_epoch
+        self._actor: Any = None
+        self._epoch: str | None = None
+        self._acknowledged = 0
+
+    async def send(self, batch: Batch) -> None:
+        """For `EventPump`. Raises UnavailableError."""
+        self._seen(await self._ask("events", batch))
+
+    async def hints(self, replica: str, engine_epoch: str, wait_s: float = 5.0) -> Sequence[Action]:
+        """Long poll: what the replica is to know, oldest first; empty after `wait_s`. The call acknowledges what the
+        one before it returned, so a caller that dies in between gets it again."""
+        epoch, number, actions = await self._ask(
+            "hints", replica, engine_epoch, self._epoch, self._acknowledged, wait_s, timeout_s=wait_s + self._timeout_s
+        )
+        self._seen(epoch)
+        self._acknowledged = number
+        return tuple(actions)
+
+    async def report(self, residency: Residency) -> None:
+        await self._ask("report", residency)
+
+    async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self._ask("runs", limit)
+        return found
+
+    async def counts(self) -> dict[str, float]:
+        found: dict[str, float] = await self._ask("counts")
+        return found
+
+    def _seen(self, epoch: str) -> None:
+        if self._epoch is not None and epoch != self._epoch and self._on_new_epoch is not None:
+            self._on_new_epoch()
+        self._epoch = epoch
+
+    async def _ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        try:
+            if self._actor is None:
+                # A lookup in the cluster's table; it blocks, so it stays off the event loop.
+                self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
+            reference = getattr(self._actor, method).remote(*arguments)
+            return await asyncio.wait_for(_result(reference), timeout_s or self._timeout_s)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._actor = None
+            raise UnavailableError(f"the controller {self._name} did not answer {method}: {error!r}") from error
+
+
+async def _result(reference: Any) -> Any:
+    return await reference

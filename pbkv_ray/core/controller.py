@@ -1,0 +1,213 @@
+"""The controller's core: events in, actions out, one door.
+
+Rule 1: everything that changes the controller's state goes through `handle`; `receive` only removes duplicates first.
+Rule 2: this file knows no clock, no Ray and no engine. Time is `at_s` of the events; Tick drives what expires.
+Rule 3: events may be late, doubled or lost, from sources whose clocks differ a little. None of that raises; what was
+ignored is counted in `counts`.
+
+The controller joins two views of a run: LangGraph's callback tells of agents entered and left, the LLM client of
+calls. A call moves the path on: it teaches the predictor what followed, and brings a new forecast. What engines and
+routers read is only ever derived from this state, so a controller that restarts empty is wrong about nothing, it
+merely knows less until events and reports have come in again.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pbkv_ray.config import ControllerOptions
+from pbkv_ray.core.actions import Action, PublishForecast, RetireRun
+from pbkv_ray.core.events import (
+    AgentEntered,
+    AgentLeft,
+    Batch,
+    CallFinished,
+    CallStarted,
+    Event,
+    Outcome,
+    ReplicaJoined,
+    ReplicaLeft,
+    Residency,
+    RunEnded,
+    RunStarted,
+    Tick,
+    ToolWaiting,
+)
+from pbkv_ray.core.forecast import Predictor
+from pbkv_ray.core.runs import Run, RunTable
+
+MAX_SOURCES = 4_096
+
+
+@dataclass(slots=True)
+class Replica:
+    """`tokens` maps runs to (device tokens, host tokens), as last reported under `epoch`."""
+
+    epoch: str
+    seen_s: float
+    tokens: dict[str, tuple[int, int]]
+    queued_prefill_tokens: int = 0
+
+
+class Controller:
+    def __init__(self, options: ControllerOptions, predictor: Predictor) -> None:
+        self._options = options
+        self._predictor = predictor
+        self._sources: OrderedDict[str, int] = OrderedDict()  # source -> sequence expected next
+        self.runs = RunTable(options)
+        self.replicas: dict[str, Replica] = {}
+        self.counts: Counter[str] = Counter()
+        self._handlers: dict[type, Callable[[Any], list[Action]]] = {
+            RunStarted: self._run_started,
+            AgentEntered: self._agent_entered,
+            AgentLeft: self._agent_left,
+            ToolWaiting: self._tool_waiting,
+            CallStarted: self._call_started,
+            CallFinished: self._call_finished,
+            RunEnded: self._run_ended,
+            ReplicaJoined: self._replica_joined,
+            ReplicaLeft: self._replica_left,
+            Residency: self._residency,
+            Tick: self._tick,
+        }
+
+    def receive(self, batch: Batch) -> list[Action]:
+        """Handle what of `batch` is new: a batch that was sent again may overlap what came before."""
+        expected = self._sources.pop(batch.source, 0)
+        skip = max(0, expected - batch.sequence)
+        self._sources[batch.source] = max(expected, batch.sequence + len(batch.events))
+        while len(self._sources) > MAX_SOURCES:
+            self._sources.popitem(last=False)
+        self.counts["events_duplicate"] += min(skip, len(batch.events))
+        self.counts["events_lost"] += max(0, batch.sequence - expected)
+        return self.handle(*batch.events[skip:])
+
+    def handle(self, *events: Event) -> list[Action]:
+        """Take the events in order; what is to be done about them, in order. Total: raises for no event."""
+        actions: list[Action] = []
+        for event in events:
+            self.counts["events"] += 1
+            run_id = getattr(event, "run_id", None)
+            if run_id is not None and not self._acceptable(run_id):
+                continue
+            actions += self._handlers[type(event)](event)
+        for run in self.runs.overflow():
+            self.counts["runs_displaced"] += 1
+            actions += self._end(run.run_id, "expired", run.seen_s)
+        return actions
+
+    def _acceptable(self, run_id: str) -> bool:
+        if not 0 < len(run_id) <= self._options.max_id_length:
+            self.counts["events_refused"] += 1
+            return False
+        if self.runs.outcome(run_id) is not None:
+            self.counts["events_late"] += 1
+            return False
+        return True
+
+    # The life cycle, as LangGraph's callback sees it.
+
+    def _run_started(self, event: RunStarted) -> list[Action]:
+        if self.runs.get(event.run_id) is None:
+            self.counts["runs_started"] += 1
+        run = self.runs.touch(event.run_id, event.at_s)
+        run.workflow = event.workflow
+        run.agents, run.edges = event.agents[: self._options.max_agents_per_run], event.edges
+        run.parent_run_id = event.parent_run_id
+        return []
+
+    def _agent_entered(self, event: AgentEntered) -> list[Action]:
+        run = self.runs.touch(event.run_id, event.at_s)
+        run.waiting_for = None
+        if len(run.entered) < self._options.max_agents_per_run:
+            run.entered.append((event.agent, event.step))
+        return []
+
+    def _agent_left(self, event: AgentLeft) -> list[Action]:
+        run = self.runs.touch(event.run_id, event.at_s)
+        if (event.agent, event.step) in run.entered:
+            run.entered.remove((event.agent, event.step))
+        return []
+
+    def _tool_waiting(self, event: ToolWaiting) -> list[Action]:
+        self.runs.touch(event.run_id, event.at_s).waiting_for = event.name
+        return []
+
+    def _run_ended(self, event: RunEnded) -> list[Action]:
+        return self._end(event.run_id, event.outcome, event.at_s)
+
+    def _end(self, run_id: str, outcome: Outcome, at_s: float) -> list[Action]:
+        run = self.runs.end(run_id, outcome, at_s)
+        self.counts[f"runs_{outcome}"] += 1
+        if run is not None and outcome == "completed" and run.history:
+            self._predictor.observe(run.workflow, tuple(run.history), None)
+        # Also when the run was unknown: an engine may still hold its nodes from before a restart.
+        return [RetireRun(run_id, at_s)]
+
+    # Calls, as the LLM client sees them.
+
+    def _call_started(self, event: CallStarted) -> list[Action]:
+        run = self.runs.touch(event.run_id, event.at_s)
+        run.waiting_for = None
+        if len(run.calls) < self._options.max_agents_per_run:
+            run.calls[event.call_id] = event.agent, event.step
+        self.counts["calls_started"] += 1
+        self._predictor.observe(run.workflow, tuple(run.history), event.agent)
+        run.history.append(event.agent)
+        return self._publish(run, event.at_s)
+
+    def _call_finished(self, event: CallFinished) -> list[Action]:
+        run = self.runs.touch(event.run_id, event.at_s)
+        run.calls.pop(event.call_id, None)
+        run.home = event.replica or run.home
+        totals = run.totals
+        totals.calls += 1
+        totals.aborted += event.reason in ("abort", "error")
+        totals.prompt_tokens += event.prompt_tokens
+        totals.output_tokens += event.output_tokens
+        totals.device_cached_tokens += event.device_cached_tokens
+        totals.host_cached_tokens += event.host_cached_tokens
+        totals.seconds += event.seconds
+        self.counts["calls_finished"] += 1
+        self.counts["prompt_tokens"] += event.prompt_tokens
+        self.counts["output_tokens"] += event.output_tokens
+        self.counts["device_cached_tokens"] += event.device_cached_tokens
+        self.counts["host_cached_tokens"] += event.host_cached_tokens
+        return []
+
+    def _publish(self, run: Run, at_s: float) -> list[Action]:
+        forecast = self._predictor.forecast(run.workflow, tuple(run.history), self._options.horizon)
+        if forecast is None:
+            self.counts["forecasts_missing"] += 1
+            return []
+        run.version += 1
+        return [PublishForecast(run.run_id, run.version, forecast, at_s)]
+
+    # Replicas.
+
+    def _replica_joined(self, event: ReplicaJoined) -> list[Action]:
+        known = self.replicas.get(event.replica)
+        if known is None or known.epoch != event.epoch:
+            self.replicas[event.replica] = Replica(event.epoch, event.at_s, {})
+        return []
+
+    def _replica_left(self, event: ReplicaLeft) -> list[Action]:
+        if self.replicas.pop(event.replica, None) is not None:
+            for run in self.runs:
+                if run.home == event.replica:
+                    run.home = None
+        return []
+
+    def _residency(self, event: Residency) -> list[Action]:
+        self.replicas[event.replica] = Replica(event.epoch, event.at_s, event.tokens, event.queued_prefill_tokens)
+        return []
+
+    # Time.
+
+    def _tick(self, event: Tick) -> list[Action]:
+        actions: list[Action] = []
+        for run in self.runs.expired(event.at_s):
+            actions += self._end(run.run_id, "expired", event.at_s)
+        self.runs.forget(event.at_s)
+        return actions

@@ -1,0 +1,168 @@
+"""One run told event by event; what the controller answers is asserted whole."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pbkv_ray.config import ControllerOptions
+from pbkv_ray.core.actions import Action, PublishForecast, RetireRun
+from pbkv_ray.core.controller import Controller
+from pbkv_ray.core.events import (
+    AgentEntered,
+    AgentLeft,
+    Batch,
+    CallFinished,
+    CallStarted,
+    Event,
+    ReplicaJoined,
+    ReplicaLeft,
+    Residency,
+    RunEnded,
+    RunStarted,
+    Tick,
+    ToolWaiting,
+)
+from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.runs import Totals
+
+
+class FakePredictor:
+    """Remembers what it was taught; always forecasts the coder, then the end."""
+
+    def __init__(self) -> None:
+        self.taught: list[tuple[str, tuple[str, ...], str | None]] = []
+        self.forecast_made = Forecast(("coder",), np.array([[1.0, 0.0], [0.0, 1.0]]))
+
+    def observe(self, workflow, history, following):
+        self.taught.append((workflow, tuple(history), following))
+
+    def forecast(self, workflow, history, horizon):
+        return self.forecast_made if workflow == "swe" else None
+
+
+def make_controller(**options) -> tuple[Controller, FakePredictor]:
+    predictor = FakePredictor()
+    return Controller(ControllerOptions(**options), predictor), predictor
+
+
+def test_a_run_from_its_start_to_its_end():
+    controller, predictor = make_controller()
+    swe = RunStarted("r1", "swe", 1.0, ("planner", "coder"), (("planner", "coder"),))
+
+    assert controller.handle(swe, AgentEntered("r1", "planner", 1, 1.1)) == []
+    # The first call teaches what runs start with, and brings the first forecast.
+    assert controller.handle(CallStarted("r1", "planner", 1, "c1", 1.2)) == [
+        PublishForecast("r1", 1, predictor.forecast_made, 1.2)
+    ]
+    finished = CallFinished("r1", "planner", 1, "c1", 2.0, "stop", 100, 20, 60, 10, 0.8, "replica-a")
+    assert controller.handle(finished, AgentLeft("r1", "planner", 1, 2.1)) == []
+    # A graph node that calls no LLM: the run waits for a tool.
+    assert controller.handle(ToolWaiting("r1", "tester", 2, 2.2)) == []
+    run = controller.runs.get("r1")
+    assert run is not None
+    assert (run.waiting_for, run.home, run.entered, run.calls) == ("tester", "replica-a", [], {})
+    assert run.totals == Totals(1, 0, 100, 20, 60, 10, 0.8)
+
+    assert controller.handle(CallStarted("r1", "coder", 3, "c2", 3.0)) == [
+        PublishForecast("r1", 2, predictor.forecast_made, 3.0)
+    ]
+    assert controller.handle(RunEnded("r1", "completed", 4.0)) == [RetireRun("r1", 4.0)]
+    assert predictor.taught == [
+        ("swe", (), "planner"),
+        ("swe", ("planner",), "coder"),
+        ("swe", ("planner", "coder"), None),
+    ]
+    assert controller.runs.outcome("r1") == "completed"
+
+
+def test_a_call_that_finishes_after_the_end_does_not_resurrect_the_run():
+    controller, predictor = make_controller()
+    controller.handle(RunStarted("r1", "swe", 1.0), CallStarted("r1", "coder", 1, "c1", 1.0))
+    assert controller.handle(RunEnded("r1", "cancelled", 2.0)) == [RetireRun("r1", 2.0)]
+    late = CallFinished("r1", "coder", 1, "c1", 2.5, "abort")
+    assert controller.handle(late, RunEnded("r1", "failed", 2.6)) == []
+    assert (len(controller.runs), controller.runs.outcome("r1")) == (0, "cancelled")
+    assert controller.counts["events_late"] == 2
+    # A run that was cut off says nothing about how runs end.
+    assert ("swe", ("coder",), None) not in predictor.taught
+
+
+def test_a_silent_run_ends_when_its_lease_runs_out():
+    controller, _ = make_controller(lease_s=10.0, ended_memory_s=5.0)
+    controller.handle(RunStarted("old", "swe", 0.0), RunStarted("young", "swe", 5.0))
+    assert controller.handle(Tick(9.9)) == []
+    controller.handle(RunStarted("old", "swe", 9.9))  # the runner repeats it: alive
+    assert controller.handle(Tick(15.1)) == [RetireRun("young", 15.1)]
+    assert controller.handle(Tick(20.0)) == [RetireRun("old", 20.0)]
+    controller.handle(Tick(30.0))
+    assert (controller.runs.outcome("young"), controller.runs.outcome("old")) == (None, None)
+
+
+def test_an_unknown_run_is_adopted_and_an_unknown_end_still_retires():
+    controller, _ = make_controller()
+    assert controller.handle(CallStarted("r9", "coder", 4, "c", 1.0)) == []  # no workflow yet: no forecast
+    assert controller.handle(RunStarted("r9", "swe", 1.5)) == []
+    assert [type(a) for a in controller.handle(CallStarted("r9", "coder", 5, "d", 2.0))] == [PublishForecast]
+    assert controller.handle(RunEnded("never-seen", "completed", 3.0)) == [RetireRun("never-seen", 3.0)]
+
+
+def test_batches_that_are_sent_again_are_taken_once():
+    controller, _ = make_controller()
+    first = Batch("runner-1", 0, (RunStarted("r1", "swe", 1.0), CallStarted("r1", "coder", 1, "c1", 1.0)))
+    again = Batch("runner-1", 0, (*first.events, RunEnded("r1", "completed", 2.0)))
+    assert [type(a) for a in controller.receive(first)] == [PublishForecast]
+    assert controller.receive(again) == [RetireRun("r1", 2.0)]
+    assert controller.receive(again) == []
+    controller.receive(Batch("runner-1", 10, ()))
+    assert (controller.counts["events_duplicate"], controller.counts["events_lost"]) == (2 + 3, 7)
+
+
+def test_a_replica_that_leaves_is_no_home_and_one_that_comes_back_is_empty():
+    controller, _ = make_controller()
+    controller.handle(
+        ReplicaJoined("a", "epoch-1", 0.0),
+        Residency("a", "epoch-1", 1.0, {"r1": (500, 100)}),
+        RunStarted("r1", "swe", 1.0),
+        CallFinished("r1", "coder", 1, "c1", 1.0, "stop", replica="a"),
+    )
+    assert controller.replicas["a"].tokens == {"r1": (500, 100)}
+    controller.handle(ReplicaJoined("a", "epoch-2", 2.0))
+    assert controller.replicas["a"].tokens == {}
+    controller.handle(ReplicaLeft("a", 3.0))
+    run = controller.runs.get("r1")
+    assert (controller.replicas, run and run.home) == ({}, None)
+
+
+def test_client_chosen_ids_of_any_shape_stay_within_bounds():
+    controller, _ = make_controller(max_runs=100)
+    ids = [f"{n}-\u2603" for n in range(100_000)] + ["", "x" * 5_000]
+    retired = controller.handle(*(RunStarted(run_id, "swe", float(n)) for n, run_id in enumerate(ids)))
+    assert len(controller.runs) == 100
+    assert len(retired) == 100_000 - 100
+    assert (controller.counts["events_refused"], controller.counts["runs_displaced"]) == (2, 99_900)
+
+
+RUN_IDS = st.sampled_from(["a", "b", "c"])
+TIMES = st.floats(0, 1_000, allow_nan=False)
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(RunStarted, RUN_IDS, st.sampled_from(["swe", "hover"]), TIMES),
+    st.builds(AgentEntered, RUN_IDS, st.sampled_from(["x", "y"]), st.integers(0, 3), TIMES),
+    st.builds(AgentLeft, RUN_IDS, st.sampled_from(["x", "y"]), st.integers(0, 3), TIMES),
+    st.builds(CallStarted, RUN_IDS, st.sampled_from(["x", "y"]), st.integers(0, 3), st.sampled_from("123"), TIMES),
+    st.builds(CallFinished, RUN_IDS, st.just("x"), st.integers(0, 3), st.sampled_from("123"), TIMES, st.just("stop")),
+    st.builds(RunEnded, RUN_IDS, st.sampled_from(["completed", "cancelled"]), TIMES),
+    st.builds(ToolWaiting, RUN_IDS, st.just("tool"), st.integers(0, 3), TIMES),
+    st.builds(Tick, TIMES),
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_any_order_of_events_is_taken_and_the_same_log_gives_the_same_actions(events: list[Event]):
+    def play() -> list[Action]:
+        controller, _ = make_controller(max_runs=2, lease_s=100.0)
+        actions = [action for event in events for action in controller.handle(event)]
+        assert len(controller.runs) <= 2
+        assert not any(controller.runs.outcome(run.run_id) for run in controller.runs)
+        return [a if isinstance(a, RetireRun) else (a.run_id, a.version, a.at_s) for a in actions]
+
+    assert play() == play()

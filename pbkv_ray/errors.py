@@ -39,3 +39,10 @@ class UnavailableError(PbkvError):
 
 class EngineError(UnavailableError):
     """The SGLang engine failed or answered an error."""
+
+
+class SetupError(PbkvError):
+    """Something that this machine must provide (a download, a tool, a permission) is missing."""
+
+    exit_code = 3
+    status = 503

@@ -1,0 +1,42 @@
+"""What the commands share: a client of a running application, and errors that say what to do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import httpx
+import typer
+from langgraph_sdk import get_client
+from langgraph_sdk.client import LangGraphClient
+from langgraph_sdk.errors import APIStatusError
+
+from pbkv_ray.errors import InputError, UnavailableError
+
+Url = Annotated[str, typer.Option(envvar="PBKV_URL", help="address of the gateway")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def connect(url: str) -> LangGraphClient:
+    """The stock client; the key comes from PBKV_API_KEY, if the gateway wants one."""
+    import os
+
+    return get_client(url=url, api_key=os.environ.get("PBKV_API_KEY", ""), timeout=httpx.Timeout(None, connect=5.0))
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turns the client's errors into ours. Raises UnavailableError, InputError."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise UnavailableError(
+            f"nothing answers at {url} ({error}); start it with `pbkv serve`, or name --url"
+        ) from error
+    except (APIStatusError, httpx.HTTPStatusError) as error:
+        response = error.response
+        try:
+            detail = response.json().get("detail", response.text)
+        except ValueError:
+            detail = response.text
+        kind = InputError if response.status_code < 500 else UnavailableError
+        raise kind(f"{url} answered {response.status_code}: {detail}") from error

@@ -1,0 +1,107 @@
+"""`pbkv serve` and `pbkv demo`: the whole application on this machine."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pbkv_ray.errors import InputError
+
+Model = Annotated[str, typer.Option(help="'default' (SmolLM2-135M-Instruct), a local folder, or a hub id")]
+Policy = Annotated[str, typer.Option(help="which KV-cache policy the engines follow")]
+console = Console(stderr=True)
+
+
+def serve(
+    model: Model = "default",
+    policy: Policy = "lru",
+    replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
+    host: Annotated[str, typer.Option(help="beyond loopback, API keys are required")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    database: Annotated[str | None, typer.Option(help="SQLAlchemy URL; a SQLite file by default")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="file of API keys, one a line")] = None,
+) -> None:
+    """Serve the workflows over HTTP until interrupted."""
+    args: dict[str, Any] = {"model": model, "policy": policy, "engine_replicas": replicas, "host": host}
+    args |= {"database": database} if database else {}
+    args |= {"api_keys_file": str(api_keys)} if api_keys else {}
+    with serving(args, host, port) as url:
+        console.print(f"ready at {url}  (workflows: {url}/docs, metrics: {url}/metrics); Ctrl-C stops it")
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+        console.print("stopping")
+
+
+def demo(
+    runs: Annotated[int, typer.Option(min=1, help="runs of each workflow")] = 3,
+    model: Model = "default",
+    policy: Policy = "lru",
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the runs to this file")] = None,
+) -> None:
+    """Run samples of every workflow at the same time, on a real engine, and show what they did."""
+    from pbkv_ray.cli.report import as_table
+    from pbkv_ray.cli.submit import run_jobs
+    from workflows.registry import REGISTRY
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise InputError(f"--json {json_file}: its folder does not exist")
+    jobs = [(name, one) for name, spec in REGISTRY.items() for one in islice(spec.samples(), runs)]
+    with TemporaryDirectory(prefix="pbkv-demo-") as folder:
+        database = f"sqlite+aiosqlite:///{folder}/runs.sqlite"
+        with serving({"model": model, "policy": policy, "database": database}, "127.0.0.1", _free_port()) as url:
+            console.print(f"{len(jobs)} runs of {', '.join(REGISTRY)}, all at once")
+            reports = asyncio.run(run_jobs(url, jobs, concurrency=len(jobs)))
+    Console().print(as_table(reports))
+    if json_file is not None:
+        json_file.write_text(json.dumps({"runs": [run.as_json() for run in reports]}, indent=1) + "\n")
+    if any(run.status != "success" for run in reports):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
+    """Ray, the application, and at the end neither. Yields the address."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports are remote code execution
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from deployments.app import AppArgs, run_local, stop_local
+
+    if not _is_free(host, port):
+        raise InputError(f"port {port} of {host} is taken; name another with --port")
+    checked = AppArgs.checked(args)
+    with console.status("starting Ray and the engine (about a minute on two cores)"):
+        run_local(checked, host, port)
+    try:
+        yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    finally:
+        with console.status("stopping"):
+            stop_local(checked)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,88 @@
+"""One row a run: what it called, what that cost, what the cache gave."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from langgraph_sdk.client import LangGraphClient
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """`status` is LangGraph's; tokens are sums over the run's calls; `seconds` run from submission to the end."""
+
+    run_id: str
+    workflow: str
+    status: str
+    agents: list[str]
+    calls: int
+    prompt_tokens: int
+    device_cached_tokens: int
+    host_cached_tokens: int
+    output_tokens: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def report_run(client: LangGraphClient, workflow: str, thread_id: str, run_id: str, seconds: float) -> RunReport:
+    run = await client.runs.get(thread_id, run_id)
+    calls: list[dict[str, Any]] = await client.http.get(f"/v1/runs/{run_id}/calls")
+
+    def total(name: str) -> int:
+        return sum(int(call[name]) for call in calls)
+
+    return RunReport(
+        run_id=run_id,
+        workflow=workflow,
+        status=run["status"],
+        agents=[call["agent"] for call in calls],
+        calls=len(calls),
+        prompt_tokens=total("prompt_tokens"),
+        device_cached_tokens=total("device_cached_tokens"),
+        host_cached_tokens=total("host_cached_tokens"),
+        output_tokens=total("output_tokens"),
+        seconds=round(seconds, 3),
+    )
+
+
+def as_table(reports: Sequence[RunReport]) -> Table:
+    table = Table(title="runs", header_style="bold")
+    table.add_column("run", no_wrap=True)
+    table.add_column("workflow")
+    table.add_column("status")
+    table.add_column("agents called", overflow="fold", ratio=1)
+    for name in ("calls", "prompt", "device", "host", "output", "seconds"):
+        table.add_column(name, justify="right")
+    for run in reports:
+        table.add_row(
+            run.run_id[:8],
+            run.workflow,
+            run.status if run.status == "success" else f"[red]{run.status}[/]",
+            _path(run.agents),
+            str(run.calls),
+            f"{run.prompt_tokens:,}",
+            _share(run.device_cached_tokens, run.prompt_tokens),
+            _share(run.host_cached_tokens, run.prompt_tokens),
+            f"{run.output_tokens:,}",
+            f"{run.seconds:.1f}",
+        )
+    table.caption = "device, host: share of the prompt tokens that this tier of the KV cache held"
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _path(agents: Sequence[str]) -> str:
+    """`a > b x2 > c`: repeats in a row are folded."""
+    folded: list[list[Any]] = []
+    for agent in agents:
+        if folded and folded[-1][0] == agent:
+            folded[-1][1] += 1
+        else:
+            folded.append([agent, 1])
+    return " > ".join(agent if count == 1 else f"{agent} x{count}" for agent, count in folded)

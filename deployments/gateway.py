@@ -1,0 +1,69 @@
+"""The HTTP gateway: LangGraph's Agent Protocol and OpenAI's chat protocol over a run service and an engine.
+
+A plain FastAPI application without Ray; `deployments.app` puts it into a Serve deployment. One concern a file in
+`deployments/http`: guard (host, keys, size), runs, threads, assistants, openai, extras.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from deployments.http import assistants, errors, extras, openai, runs, threads
+from deployments.http.assistants_table import Assistants
+from deployments.http.context import Gateway
+from deployments.http.foreign import Emit, ForeignRuns
+from deployments.http.guard import Guard
+from deployments.http.openai import ChatBackend
+from deployments.http.options import GatewayOptions, check_exposure
+from deployments.metrics import GatewayMetrics, Part
+from deployments.service import RunService
+
+__all__ = ["ChatBackend", "GatewayOptions", "check_exposure", "create_app"]
+
+
+def _nobody(event: object) -> None:
+    """Nobody listens."""
+
+
+def create_app(
+    service: RunService,
+    chat: ChatBackend,
+    options: GatewayOptions | None = None,
+    *,
+    workflows: Mapping[str, str],
+    emit: Emit = _nobody,
+    metrics_parts: Mapping[str, Part] | None = None,
+    about: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """The application. `workflows` maps each registered workflow's name to one sentence about it.
+
+    `emit` takes the life cycle events of foreign runs, and must not block. `metrics_parts` are asked at every
+    scrape of /metrics for the other parts' expositions. `about` is added to /info.
+    """
+    settings = options or GatewayOptions()
+    gateway = Gateway(service, Assistants(workflows, clock()), settings, GatewayMetrics())
+    foreign = ForeignRuns(emit, settings.max_foreign_runs, gateway.metrics, clock=clock)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await gateway.tasks.close()
+
+    app = FastAPI(title="pbkv-ray", summary="LangGraph workflows over HTTP", lifespan=lifespan, redoc_url=None)
+    app.state.options = settings
+    app.state.gateway = gateway
+    errors.install(app)
+    app.add_middleware(Guard, options=settings, metrics=gateway.metrics)
+    for part in (
+        assistants.router(gateway),
+        threads.router(gateway),
+        runs.router(gateway),
+        openai.router(gateway, chat, foreign),
+        extras.router(gateway, dict(metrics_parts or {}), dict(about or {})),
+    ):
+        app.include_router(part)
+    return app

@@ -1,0 +1,159 @@
+"""Runs of foreign harnesses, as far as their calls tell: begun by the first call, ended by a final one or the lease.
+
+Their names get a prefix, so that nobody can speak for, or end, a run of ours.
+"""
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from deployments.http.auth import Tenant
+from deployments.http.identity import Identity
+from deployments.metrics import GatewayMetrics
+from pbkv_ray.core.calls import Caller
+from pbkv_ray.core.events import (
+    AgentEntered,
+    AgentLeft,
+    CallFinished,
+    CallStarted,
+    Event,
+    RunEnded,
+    RunStarted,
+)
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class _Run:
+    steps: int = 0
+    open_calls: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer says it cost; device and host tokens are parts of the prompt."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    device_cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCall:
+    """One open call. `caller` is None when the caller named no run; nothing is then emitted."""
+
+    call_id: str
+    caller: Caller | None
+    started_s: float
+
+
+class ForeignRuns:
+    """Knows the `capacity` runs that called last; one that is forgotten ends with its lease."""
+
+    def __init__(
+        self,
+        emit: Emit,
+        capacity: int,
+        metrics: GatewayMetrics,
+        *,
+        clock: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._emit = emit
+        self._capacity = capacity
+        self._metrics = metrics
+        self._clock = clock
+        self._new_id = new_id
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+
+    def begin(self, who: Identity, tenant: Tenant | None) -> ForeignCall:
+        now = self._clock()
+        call_id = self._new_id()
+        if who.run_id is None:
+            return ForeignCall(call_id, None, now)
+        run_id = _prefixed(who.run_id, tenant)
+        workflow = f"ext:{who.workflow or 'default'}"
+        run = self._runs.get(run_id)
+        if run is None:
+            run = self._runs[run_id] = _Run()
+            parent = None if who.parent_run_id is None else _prefixed(who.parent_run_id, tenant)
+            self._emit(RunStarted(run_id, workflow, now, parent_run_id=parent))
+        self._runs.move_to_end(run_id)
+        self._forget()
+        caller = Caller(run_id, workflow, who.agent or "default", run.steps)
+        run.steps += 1
+        run.open_calls += 1
+        run.final = run.final or who.final
+        self._emit(AgentEntered(run_id, caller.agent, caller.step, now))
+        self._emit(CallStarted(run_id, caller.agent, caller.step, call_id, now))
+        return ForeignCall(call_id, caller, now)
+
+    def finish(self, call: ForeignCall, reason: str | None, usage: Usage | None = None) -> None:
+        """`reason` is OpenAI's finish_reason; "error" and "abort" are ours."""
+        caller = call.caller
+        if caller is None:
+            return
+        now = self._clock()
+        told = usage or Usage()
+        self._emit(
+            CallFinished(
+                caller.run_id,
+                caller.agent,
+                caller.step,
+                call.call_id,
+                now,
+                reason if reason in ("length", "abort", "error") else "stop",  # type: ignore[arg-type]
+                told.prompt_tokens,
+                told.output_tokens,
+                told.device_cached_tokens,
+                told.host_cached_tokens,
+                now - call.started_s,
+                told.replica,
+            )
+        )
+        self._emit(AgentLeft(caller.run_id, caller.agent, caller.step, now))
+        run = self._runs.get(caller.run_id)
+        if run is None:
+            return
+        run.open_calls -= 1
+        # The last call may overtake its siblings; the run ends when none of them is open.
+        if run.final and run.open_calls <= 0:
+            del self._runs[caller.run_id]
+            self._metrics.foreign_runs.set(len(self._runs))
+            self._emit(RunEnded(caller.run_id, "cancelled" if reason == "abort" else "completed", now))
+
+    def _forget(self) -> None:
+        while len(self._runs) > self._capacity:
+            self._runs.popitem(last=False)
+            self._metrics.foreign_forgotten.inc()
+        self._metrics.foreign_runs.set(len(self._runs))
+
+
+def _prefixed(name: str, tenant: Tenant | None) -> str:
+    return f"ext:{tenant.label}:{name}" if tenant else f"ext:{name}"
+
+
+def usage_of(answer: dict[str, object]) -> Usage | None:
+    """The usage of an OpenAI answer or of a stream's last chunk; SGLang's tiers where it tells them."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = _count(details, "cached_tokens")
+    found = Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
+    extension = answer.get("sglext")
+    tiers = extension.get("cached_tokens_details") if isinstance(extension, dict) else None
+    if isinstance(tiers, dict):
+        found = replace(found, device_cached_tokens=_count(tiers, "device"), host_cached_tokens=_count(tiers, "host"))
+    return found
+
+
+def _count(fields: object, name: str) -> int:
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

@@ -1,0 +1,186 @@
+"""OpenAI's chat protocol for foreign harnesses. SGLang's own serving class answers; here are names and limits."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import JSONResponse, Response
+
+from deployments.http.body import described, read_json
+from deployments.http.context import Gateway
+from deployments.http.errors import cause_of, sentence, shown
+from deployments.http.foreign import ForeignCall, ForeignRuns, Usage, usage_of
+from deployments.http.identity import identify
+from deployments.http.reserved import clean_chat
+from deployments.http.streams import ByteStream, Pump, unless_gone
+from pbkv_ray.core.calls import Caller
+from pbkv_ray.errors import InputError, NotFoundError
+
+Json = dict[str, Any]
+
+
+class ChatBackend(Protocol):
+    """What the engine deployment offers. Bodies and answers are OpenAI's."""
+
+    async def openai_chat(
+        self, body: Json, caller: Caller | None, cache_salt: str | None
+    ) -> Json | AsyncIterator[bytes]:
+        """`body["rid"]` is the call's id. With `body["stream"]` true: the bytes of the SSE stream, whose last chunk
+        before [DONE] carries the usage; closing the iterator aborts the call, as does cancelling this coroutine.
+
+        Raises InputError for a request the engine refuses, EngineError when the engine failed.
+        """
+
+    async def models(self) -> Json:
+        """OpenAI's list: {"object": "list", "data": [{"id", ...}]}."""
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=32)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+
+
+class Chat(BaseModel):
+    """What the gateway reads; the engine checks the rest."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    model: Annotated[str, Field(max_length=512)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["openai"])
+
+    @routes.post("/chat/completions", openapi_extra=described(Chat))
+    async def completions(request: Request) -> Response:
+        raw = await read_json(request)
+        if not isinstance(raw, dict):
+            raise InputError(f"the body is {shown(raw)}; it must be an object")
+        who = identify(request.headers, raw)
+        body = clean_chat(raw, gateway.metrics.stripped)
+        try:
+            asked = Chat.model_validate(body)
+        except ValidationError as error:
+            raise InputError(sentence(error.errors(), "the body")) from None
+        tenant = gateway.tenant(request)
+        shows_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        if asked.stream:
+            # We need the usage for the run's events; a caller that did not ask for it does not get to see it.
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        call = foreign.begin(who, tenant)
+        body["rid"] = call.call_id
+        headers = {"x-request-id": call.call_id}
+        reason = "error"
+        usage: Usage | None = None
+        handed_over = False
+        try:
+            work = chat.openai_chat(body, call.caller, None if tenant is None else tenant.cache_salt)
+            answer = await unless_gone(request, work)
+            if answer is None:
+                reason = "abort"
+                return Response(status_code=499)  # nobody reads it; the number is nginx's for logs
+            if isinstance(answer, dict):
+                reason, usage = _reason(answer) or "stop", usage_of(answer)
+                return JSONResponse(answer, headers=headers)
+            # The first chunk comes before the status, so that a refused request is a 4xx and no broken stream.
+            first = await unless_gone(request, anext(answer, b""))
+            if first is None:
+                reason = "abort"
+                return Response(status_code=499)
+            handed_over = True
+            followed = _followed(first, answer, foreign, call, shows_usage)
+            pump = Pump(followed, gateway.tasks, f"call {call.call_id}")
+            return ByteStream(pump, media_type="text/event-stream", headers={**headers, "cache-control": "no-store"})
+        finally:
+            if not handed_over:
+                foreign.finish(call, reason, usage)
+
+    @routes.get("/models")
+    async def models() -> Json:
+        return await chat.models()
+
+    @routes.get("/models/{model:path}")
+    async def model(model: Annotated[str, Path(max_length=512)]) -> Json:
+        listed = (await chat.models())["data"]
+        for entry in listed:
+            if entry["id"] == model:
+                found: Json = entry
+                return found
+        known = ", ".join(entry["id"] for entry in listed)
+        raise NotFoundError(f"model {shown(model)} is not served; the models here are: {known}")
+
+    return routes
+
+
+async def _followed(
+    first: bytes, rest: AsyncIterator[bytes], foreign: ForeignRuns, call: ForeignCall, shows_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The stream as it is, read along for the end's reason and usage; the call is finished with it."""
+    reason, usage = "abort", None
+    ended_by: str | None = None
+    pending = b""
+    try:
+        chunk: bytes | None = first
+        while chunk is not None:
+            pending += chunk
+            *events, pending = pending.split(b"\n\n")
+            kept = b""
+            for event in events:
+                told = _data(event)
+                if told is not None:
+                    ended_by = _reason(told) or ended_by
+                    usage = usage_of(told) or usage
+                    if not shows_usage and "usage" in told:
+                        if not told.get("choices"):
+                            continue
+                        del told["usage"]
+                        event = b"data: " + json.dumps(told, ensure_ascii=False).encode()
+                kept += event + b"\n\n"
+            if kept:
+                yield kept
+            chunk = await anext(rest, None)
+        if pending.strip():
+            yield pending
+        reason = ended_by or "stop"
+    except Exception as error:  # the status is sent; what is left is to say it in the stream
+        reason = "error"
+        found = cause_of(error)
+        told = {"error": {"message": str(found), "type": "server_error", "param": None, "code": None}}
+        yield b"data: " + json.dumps(told).encode() + b"\n\n"
+    finally:
+        foreign.finish(call, reason, usage)
+        close = getattr(rest, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _data(event: bytes) -> Json | None:
+    """A chunk's object; None for [DONE], comments and what is not JSON."""
+    if not event.startswith(b"data: {"):
+        return None
+    try:
+        found = json.loads(event[6:])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _reason(answer: Json) -> str | None:
+    choices = answer.get("choices")
+    if isinstance(choices, list):
+        for choice in choices:
+            if isinstance(choice, dict) and isinstance(choice.get("finish_reason"), str):
+                return str(choice["finish_reason"])
+    return None

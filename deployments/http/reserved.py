@@ -1,0 +1,95 @@
+"""What only the server may set. One table; a caller's value is dropped silently and counted by field.
+
+Only places that we or SGLang read as settings are cleaned: the top of an OpenAI body, `extra_body` and `nvext` in
+it, and a run's `config`. Messages, tools, JSON schemas and workflow inputs are the caller's own content.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Json = dict[str, Any]
+Count = Callable[[str], None]
+
+# field -> why a caller may not set it
+SERVER_ONLY: dict[str, str] = {
+    "cache_salt": "separates tenants; derived from the key",
+    "extra_key": "separates tenants in SGLang's radix tree",
+    "custom_params": "carries our run and agent into the scheduler",
+    "custom_logit_processor": "is code",
+    "priority": "orders admission and eviction",
+    "kv_hints": "is the controller's message to the engine",
+    "rid": "is our call id; aborts go by it",
+    "session_id": "opens SGLang sessions; read as an alias of the run first",
+    "session_params": "opens SGLang sessions",
+    "session_control": "opens SGLang sessions",
+    "routing_key": "chooses the replica",
+    "routing_strategy": "chooses the replica",
+    "data_parallel_rank": "chooses the rank",
+    "routed_dp_rank": "chooses the rank",
+    "disagg_prefill_dp_rank": "chooses the rank",
+    "bootstrap_host": "makes the engine connect to a host of the caller's choice",
+    "bootstrap_port": "makes the engine connect to a host of the caller's choice",
+    "bootstrap_room": "makes the engine connect to a host of the caller's choice",
+    "kv_transfer_params": "makes the engine connect to a host of the caller's choice",
+    "return_hidden_states": "shows the model's inside and starves the batch; ours come over a channel of their own",
+    "return_routed_experts": "shows the model's inside",
+    "lora_path": "loads weights by path",
+    "lora_id": "loads weights by id",
+    "program_id": "read as an alias of the run",
+    "agent_id": "read as an alias of the agent",
+    "nvext": "read for its aliases",
+    "pbkv_tenant": "names the tenant",
+}
+
+# A run's config may carry these; everything else in it (callbacks, run_id, ...) is the runner's.
+RUN_CONFIG = ("configurable", "max_concurrency", "metadata", "recursion_limit", "run_name", "tags")
+
+# LangGraph reads these from `configurable`; they would reach another thread's checkpoints.
+_LANGGRAPH_OWN = ("thread_id", "run_id", "checkpoint_ns", "checkpoint_map", "graph_id", "assistant_id")
+
+
+def clean_chat(body: Json, count: Count) -> Json:
+    """An OpenAI body without the server's fields; `extra_body` is merged as OpenAI's client would have done."""
+    merged = dict(body)
+    extra = merged.pop("extra_body", None)
+    if isinstance(extra, dict):
+        merged = {**extra, **merged}
+        merged.pop("extra_body", None)
+    return _without(merged, count)
+
+
+def clean_config(config: Json, count: Count) -> Json:
+    """A run's config without the server's fields, LangGraph's own ids, and keys that only the runner may set."""
+    kept: Json = {}
+    for key, value in config.items():
+        if key in RUN_CONFIG:
+            kept[key] = value
+        else:
+            count(key if key in SERVER_ONLY else "config")
+    configurable = kept.get("configurable")
+    if isinstance(configurable, dict):
+        own = {key for key in configurable if key in _LANGGRAPH_OWN or key.startswith("__")}
+        for _ in own:
+            count("configurable")
+        kept["configurable"] = _without({k: v for k, v in configurable.items() if k not in own}, count)
+    if isinstance(kept.get("metadata"), dict):
+        kept["metadata"] = _without(kept["metadata"], count)
+    return kept
+
+
+def clean_metadata(metadata: Json, count: Count) -> Json:
+    """Metadata is the caller's, but for the field by which we tell tenants apart."""
+    if "pbkv_tenant" not in metadata:
+        return metadata
+    count("pbkv_tenant")
+    return {key: value for key, value in metadata.items() if key != "pbkv_tenant"}
+
+
+def _without(fields: Json, count: Count) -> Json:
+    kept: Json = {}
+    for key, value in fields.items():
+        if key in SERVER_ONLY:
+            count(key)
+        else:
+            kept[key] = value
+    return kept

@@ -54,3 +54,24 @@ class ControllerOptions:
 
     def __post_init__(self) -> None:
         _positive(self, *self.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Bounds and times of a runner, the process that executes LangGraph graphs."""
+
+    max_running: int = 64  # runs executed at a time by this runner
+    max_pending: int = 1_000  # runs that may wait, over all runners of the store
+    max_attempts: int = 3  # runners that may try a run before it is given up
+    lease_s: float = 15.0  # a runner silent for so long loses its runs; clocks of all runners must agree well within
+    poll_s: float = 0.5  # how often other runners' requests and orphans are looked for
+    run_timeout_s: float = 3_600.0
+    stop_timeout_s: float = 10.0  # how long a stopped run may take to let go
+    max_steps: int = 1_000  # the highest recursion_limit that a request may ask for
+    max_event_bytes: int = 4_194_304
+    max_calls_per_run: int = 4_096  # kept in the record; later ones are counted only
+
+    def __post_init__(self) -> None:
+        _positive(self, *self.__slots__)
+        if self.poll_s > self.lease_s / 3:
+            raise ConfigError(f"poll_s {self.poll_s} is above a third of lease_s {self.lease_s}; leases would expire")

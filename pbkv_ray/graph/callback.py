@@ -46,6 +46,10 @@ class LifecycleCallback(GraphCallbackHandler):
         self._interrupted = False
         self._ended = False
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
     def start(self) -> None:
         agents, edges = self._announce
         self._emit(RunStarted(self._run_id, self._workflow, self._clock(), agents, edges))

@@ -1,0 +1,184 @@
+"""Writes what runs say (events, calls) to the store in group commits, and wakes whoever waits for it.
+
+A reader sees an event only after it is stored: a stream that breaks can then go on, at this runner or another, from
+the number it saw last. While one commit is under way the next batch gathers, so the batches grow with the load and
+no timer is needed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from deployments.runner_metrics import RunnerMetrics
+from pbkv_ray.store import Batch, CallRow, RunRow, Store
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
+MAX_WAITING = 256  # events of one run that wait for the store; beyond it the graph waits
+RETRY_S = 0.2
+
+
+class Wakeups:
+    """Wakes, in this process, those who wait for news of a run. Others poll the store."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+
+    def notify(self, run_id: str) -> None:
+        for event in self._waiting.get(run_id, ()):
+            event.set()
+
+    @contextlib.contextmanager
+    def subscribed(self, run_id: str) -> Iterator[asyncio.Event]:
+        event = asyncio.Event()
+        self._waiting.setdefault(run_id, set()).add(event)
+        try:
+            yield event
+        finally:
+            self._waiting[run_id].discard(event)
+            if not self._waiting[run_id]:
+                del self._waiting[run_id]
+
+
+class RunLog:
+    """The writing end of one attempt of a run."""
+
+    def __init__(self, run: RunRow, work: asyncio.Event, metrics: RunnerMetrics, max_event_bytes: int) -> None:
+        self.run = run
+        self.closed = False  # lost or broken: nothing more is written
+        self.flushed = asyncio.Event()
+        self.flushed.set()
+        self.events: list[tuple[str, str]] = []
+        self.calls: list[CallRow] = []
+        self._work = work
+        self._metrics = metrics
+        self._max_event_bytes = max_event_bytes
+
+    async def publish(self, event: str, data: str) -> None:
+        """Queues an event; waits while the store is behind."""
+        if len(data) > self._max_event_bytes:
+            self._metrics.events_dropped.labels("too large").inc()
+            return
+        self._queue()
+        self.events.append((event, data))
+        while len(self.events) >= MAX_WAITING and not self.closed:
+            await self.flushed.wait()
+
+    def record(self, call: CallRow) -> None:
+        self._queue()
+        self.calls.append(call)
+
+    def _queue(self) -> None:
+        self.flushed.clear()
+        self._work.set()
+
+    def take(self) -> Batch:
+        assert self.run.owner is not None
+        batch = Batch(self.run.run_id, self.run.owner, self.run.attempt, self.events, self.calls)
+        self.events, self.calls = [], []
+        return batch
+
+    def put_back(self, batch: Batch) -> None:
+        self.events = batch.events + self.events
+        self.calls = batch.calls + self.calls
+
+    def close(self) -> None:
+        self.closed = True
+        self.events, self.calls = [], []
+        self.flushed.set()
+
+
+class Recorder:
+    """`on_lost(run_id, error)` hears of runs whose events the store refused: not ours now, or broken."""
+
+    def __init__(
+        self,
+        store: Store,
+        wakeups: Wakeups,
+        metrics: RunnerMetrics,
+        clock: Callable[[], float],
+        on_lost: Callable[[str, Exception | None], None],
+        max_event_bytes: int,
+    ) -> None:
+        self._store = store
+        self._wakeups = wakeups
+        self._metrics = metrics
+        self._clock = clock
+        self._on_lost = on_lost
+        self._max_event_bytes = max_event_bytes
+        self._work = asyncio.Event()
+        self._logs: dict[str, RunLog] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._write_for_ever(), name="pbkv-recorder")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def open(self, run: RunRow) -> RunLog:
+        log = RunLog(run, self._work, self._metrics, self._max_event_bytes)
+        self._logs[run.run_id] = log
+        return log
+
+    async def close(self, log: RunLog) -> None:
+        """Returns when all of the log is stored, or refused."""
+        await log.flushed.wait()
+        log.close()
+        if self._logs.get(log.run.run_id) is log:
+            del self._logs[log.run.run_id]
+
+    async def _write_for_ever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            logs = [log for log in self._logs.values() if not log.flushed.is_set()]
+            batches = [log.take() for log in logs]
+            try:
+                lost, dropped = await self._store.events.append(batches, self._clock())
+            except TRANSIENT as error:
+                self._metrics.store_errors.inc()
+                logger.warning("the store did not take %d batches, trying again: %s", len(batches), error)
+                for log, batch in zip(logs, batches, strict=True):
+                    log.put_back(batch)
+                self._work.set()
+                await asyncio.sleep(RETRY_S)
+                continue
+            except Exception as error:
+                await self._find_broken(logs, batches, error)
+                continue
+            self._metrics.events.inc(sum(len(b.events) for b in batches if b.run_id not in lost))
+            self._metrics.events_dropped.labels("run is full").inc(dropped)
+            for log in logs:
+                self._settle(log, log.run.run_id in lost, None)
+
+    async def _find_broken(self, logs: list[RunLog], batches: list[Batch], error: Exception) -> None:
+        """One batch that the store cannot take must not stop the others: each goes alone."""
+        for log, batch in zip(logs, batches, strict=True):
+            if len(batches) == 1:
+                logger.error("the store refuses the events of run %s", log.run.run_id, exc_info=error)
+                self._settle(log, True, error)
+                continue
+            try:
+                lost, _ = await self._store.events.append([batch], self._clock())
+                self._settle(log, bool(lost), None)
+            except Exception as own:
+                logger.error("the store refuses the events of run %s", log.run.run_id, exc_info=own)
+                self._settle(log, True, own)
+
+    def _settle(self, log: RunLog, refused: bool, error: Exception | None) -> None:
+        if refused:
+            log.close()
+            self._on_lost(log.run.run_id, error)
+        elif not log.events and not log.calls:
+            log.flushed.set()
+        else:
+            self._work.set()
+        self._wakeups.notify(log.run.run_id)

@@ -1,0 +1,332 @@
+"""The runner: LangGraph's Agent Protocol without HTTP, on a durable store (`deployments.service.RunService`).
+
+    runner = Runner(store, checkpointer, registry, transport, emit, options)
+    await runner.start()
+    run = await runner.create_run(RunRequest(workflow="hover", input={...}))
+    values = await runner.wait_run(None, run["run_id"])
+    await runner.close()
+
+Several runners may share one PostgreSQL store; each executes what it claims, and answers for all. A SQLite store is
+for one machine.
+"""
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
+from time import time
+from typing import Any, Literal
+
+from langgraph.checkpoint.base import BaseCheckpointSaver
+
+from deployments.encoding import iso, plain, request_from_text, request_to_text, to_json
+from deployments.execution import Durability, Execution, check_modes, command_of
+from deployments.graphs import Graphs, Registry
+from deployments.recorder import Wakeups
+from deployments.runner_metrics import RunnerMetrics
+from deployments.scheduling import STOPS, Scheduler, wait_for_news
+from deployments.service import Json, RunEvent, RunRequest
+from deployments.threads import ThreadService, checked_id, checked_metadata
+from pbkv_ray.config import RunnerOptions
+from pbkv_ray.core.calls import Transport
+from pbkv_ray.core.events import CallFinished, Event
+from pbkv_ray.errors import ConflictError, InputError, NotFoundError, UnavailableError
+from pbkv_ray.graph.client import LLM
+from pbkv_ray.store import CallRow, NewRun, RunRow, Store
+
+PRUNE_BATCH = 200
+
+
+class Runner:
+    """Implements RunService. `emit` takes lifecycle events and must not block."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpointer: BaseCheckpointSaver[Any],
+        registry: Registry,
+        transport: Transport,
+        emit: Callable[[Event], None],
+        options: RunnerOptions | None = None,
+        *,
+        clock: Callable[[], float] = time,
+        new_id: Callable[[], str] = lambda: str(uuid.uuid4()),
+    ) -> None:
+        self._store = store
+        self._emit = emit
+        self._options = options or RunnerOptions()
+        self._clock = clock
+        self._new_id = new_id
+        self._metrics = RunnerMetrics()
+        self._wakeups = Wakeups()
+        self._background: set[asyncio.Task[None]] = set()
+        llm = LLM(transport, self._observe, clock=clock)
+        self._graphs = Graphs(registry, llm, checkpointer)
+        self._threads = ThreadService(store, self._graphs, clock, new_id)
+        # On SQLite a synchronous checkpoint costs more than most graph nodes; on PostgreSQL LangGraph's asynchronous
+        # ones pile up when the server is slow (langgraph issue 7094).
+        durability: Durability = "async" if store.is_sqlite else "sync"
+        execution = Execution(self._graphs, store.runs.set_base, self._options.max_steps, durability)
+        self._scheduler = Scheduler(
+            store,
+            self._graphs,
+            execution,
+            self._options,
+            self._metrics,
+            self._wakeups,
+            self._observe,
+            clock,
+            owner=new_id(),
+        )
+
+    async def start(self) -> None:
+        """Starts to execute runs, those that others left behind included."""
+        await self._scheduler.start()
+
+    async def close(self) -> None:
+        """Gives the runs in flight back to the queue. The store and the checkpointer stay open."""
+        await self._scheduler.stop()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, CallFinished) and (active := self._scheduler.active.get(event.run_id)) is not None:
+            if active.calls < self._options.max_calls_per_run:
+                active.calls += 1
+                active.log.record(_call_row(event, active.run.attempt))
+            else:
+                self._metrics.calls_dropped.inc()
+        self._emit(event)
+
+    # --- threads ---
+
+    async def create_thread(
+        self, thread_id: str | None, metadata: Json, if_exists: Literal["raise", "do_nothing"]
+    ) -> Json:
+        return await self._threads.create(thread_id, metadata, if_exists)
+
+    async def get_thread(self, thread_id: str) -> Json:
+        return await self._threads.get(thread_id)
+
+    async def update_thread(self, thread_id: str, metadata: Json) -> Json:
+        return await self._threads.update(thread_id, metadata)
+
+    async def search_threads(self, metadata: Json, status: str | None, limit: int, offset: int) -> list[Json]:
+        return await self._threads.search(metadata, status, limit, offset)
+
+    async def delete_thread(self, thread_id: str) -> None:
+        await self._threads.delete(thread_id)
+
+    async def thread_state(self, thread_id: str, checkpoint_id: str | None) -> Json:
+        return await self._threads.state(thread_id, checkpoint_id)
+
+    async def update_state(self, thread_id: str, values: Json | None, as_node: str | None) -> Json:
+        return await self._threads.update_state(thread_id, values, as_node)
+
+    async def thread_history(self, thread_id: str, limit: int, before: str | None) -> list[Json]:
+        return await self._threads.history(thread_id, limit, before)
+
+    # --- runs ---
+
+    async def create_run(self, request: RunRequest) -> Json:
+        request = self._checked(request)
+        new = NewRun(
+            run_id=self._new_id(),
+            thread_id=request.thread_id or self._new_id(),
+            workflow=request.workflow,
+            multitask=request.multitask,
+            request=request_to_text(request),
+            metadata=request.metadata,
+        )
+        try:
+            admission = await self._store.runs.admit(
+                new,
+                max_pending=self._options.max_pending,
+                now=self._clock(),
+                make_thread=request.thread_id is None,
+            )
+        except (ConflictError, UnavailableError) as error:
+            self._metrics.refused.labels("busy" if isinstance(error, ConflictError) else "full").inc()
+            raise
+        self._metrics.created.labels(request.workflow).inc()
+        await self._scheduler.stop_here(admission.stopping)
+        self._scheduler.look()
+        return run_json(admission.run)
+
+    def _checked(self, request: RunRequest) -> RunRequest:
+        """The request with its input as the workflow has it. InputError, NotFoundError."""
+        self._graphs.spec(request.workflow)
+        check_modes(request.stream_mode)
+        checked_metadata(request.metadata)
+        if request.thread_id is not None:
+            checked_id("thread_id", request.thread_id)
+        limit = request.config.get("recursion_limit")
+        if limit is not None and not (isinstance(limit, int) and 1 <= limit <= self._options.max_steps):
+            raise InputError(f"recursion_limit is {limit!r}; it must be 1..{self._options.max_steps}")
+        if request.command is not None:
+            if request.input is not None:
+                raise InputError("input and command were both given; a run starts with one of them")
+            if request.thread_id is None:
+                raise InputError("a command needs the thread that waits for it; give the thread's id")
+            command_of(request.command)
+        elif request.input is not None:
+            return replace(request, input=plain(self._graphs.validated(request.workflow, request.input)))
+        elif request.thread_id is None:
+            raise InputError(f"a new run of {request.workflow!r} needs an input")
+        return request
+
+    async def list_runs(self, thread_id: str | None, status: str | None, limit: int, offset: int) -> list[Json]:
+        if thread_id is not None:
+            await self._store.threads.get(thread_id)
+        return [run_json(row) for row in await self._store.runs.list(thread_id, status, limit, offset)]
+
+    async def get_run(self, thread_id: str | None, run_id: str) -> Json:
+        return run_json(await self._store.runs.get(run_id, thread_id))
+
+    async def cancel_run(self, thread_id: str | None, run_id: str, action: Literal["interrupt", "rollback"]) -> None:
+        run = await self._store.runs.get(run_id, thread_id)
+        if run.inflight:
+            await self._scheduler.stop_run(run.run_id, action)
+
+    async def delete_run(self, thread_id: str, run_id: str) -> None:
+        """ConflictError while the run is in flight."""
+        run = await self._store.runs.get(run_id, thread_id)
+        await self._store.runs.delete(run.run_id)
+
+    async def wait_run(self, thread_id: str | None, run_id: str) -> Json:
+        run: RunRow | None = await self._store.runs.get(run_id, thread_id)
+        with self._wakeups.subscribed(run_id) as news:
+            while run is not None and run.inflight:
+                await wait_for_news(news, self._options.poll_s)
+                news.clear()
+                run = await self._store.runs.find(run_id)
+        if run is None:
+            return {"__error__": _gone()}
+        values: Json = json.loads(run.output or "null") or {}
+        return values
+
+    async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncIterator[RunEvent]:
+        run: RunRow | None = await self._store.runs.get(run_id, thread_id)
+        assert run is not None
+        stops = request_from_text(run.request).cancel_on_disconnect
+        seen, ended = after, False
+        try:
+            with self._wakeups.subscribed(run_id) as news:
+                while True:
+                    news.clear()
+                    run = await self._store.runs.find(run_id)  # before its events, so that none is missed at the end
+                    events = await self._store.events.after(run_id, seen)
+                    for event in events:
+                        seen = event.seq
+                        yield RunEvent(event.seq, event.event, event.data)
+                    if events:
+                        continue
+                    if run is None or not run.inflight:
+                        ended = True
+                        break
+                    await wait_for_news(news, self._options.poll_s)
+            if run is None:
+                yield RunEvent(seen + 1, "error", to_json(_gone()))
+        finally:
+            if stops and not ended:
+                self._in_background(self._stop_abandoned(run_id))
+
+    async def _stop_abandoned(self, run_id: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self.cancel_run(None, run_id, "interrupt")
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def run_calls(self, run_id: str) -> list[Json]:
+        """In the order in which they ended."""
+        await self._store.runs.get(run_id)
+        calls = await self._store.events.calls_of(run_id, self._options.max_calls_per_run)
+        return [{"order": order, **asdict(call)} for order, call in enumerate(calls, 1)]
+
+    # --- graphs ---
+
+    async def graph_json(self, workflow: str) -> Json:
+        return self._graphs.compiled(workflow).get_graph().to_json()
+
+    async def graph_schemas(self, workflow: str) -> Json:
+        graph = self._graphs.compiled(workflow)
+        return {
+            "graph_id": workflow,
+            "input_schema": self._graphs.spec(workflow).input_model.model_json_schema(),
+            "output_schema": graph.get_output_jsonschema(),
+            "state_schema": graph.get_output_jsonschema(),
+            "config_schema": None,
+            "context_schema": graph.get_context_jsonschema(),
+        }
+
+    # --- operation ---
+
+    async def prune(self, older_than_s: float) -> Json:
+        """Deletes runs that ended so long ago, and threads that hold none and that nobody touched since."""
+        before = self._clock() - older_than_s
+        deleted_runs = deleted_threads = 0
+        while ended := await self._store.runs.delete_ended(before, PRUNE_BATCH):
+            deleted_runs += len(ended)
+        while stale := await self._store.threads.stale(before, PRUNE_BATCH):
+            for thread_id in stale:
+                await self._graphs.forget(thread_id)
+                await self._store.threads.delete(thread_id)
+            deleted_threads += len(stale)
+        return {"runs": deleted_runs, "threads": deleted_threads}
+
+    def metrics_text(self) -> str:
+        """Prometheus text."""
+        return self._metrics.text()
+
+
+def run_json(row: RunRow) -> Json:
+    """`attempt`, `error`, `seconds` and `events_dropped` are ours beyond the SDK's fields."""
+    times: Json = {} if row.started_at is None else {"started_at": iso(row.started_at)}
+    if row.ended_at is not None:
+        times |= {"ended_at": iso(row.ended_at)}
+        if row.started_at is not None:
+            times |= {"seconds": row.ended_at - row.started_at}
+    error = {} if row.error is None else {"error": {"error": row.error, "message": row.message}}
+    return {
+        "run_id": row.run_id,
+        "thread_id": row.thread_id,
+        "assistant_id": row.workflow,
+        "created_at": iso(row.created_at),
+        "updated_at": iso(row.updated_at),
+        "status": row.status,
+        "metadata": row.metadata,
+        "multitask_strategy": row.multitask,
+        "attempt": row.attempt,
+        "events_dropped": row.events_dropped,
+        **times,
+        **error,
+    }
+
+
+def _gone() -> Json:
+    name, message = STOPS["rollback"]
+    return {"error": name, "message": message}
+
+
+def _call_row(event: CallFinished, attempt: int) -> CallRow:
+    return CallRow(
+        run_id=event.run_id,
+        attempt=attempt,
+        call_id=event.call_id,
+        agent=event.agent,
+        step=event.step,
+        reason=event.reason,
+        prompt_tokens=event.prompt_tokens,
+        device_cached_tokens=event.device_cached_tokens,
+        host_cached_tokens=event.host_cached_tokens,
+        output_tokens=event.output_tokens,
+        seconds=event.seconds,
+        replica=event.replica,
+        at_s=event.at_s,
+    )

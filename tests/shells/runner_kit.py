@@ -1,0 +1,142 @@
+"""A runner on a real store with real LangGraph graphs; only the engine behind the LLM client is a fake."""
+
+import asyncio
+import operator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypedDict
+
+from langgraph.graph import END, START, StateGraph
+from langgraph.types import interrupt
+from pydantic import BaseModel, ConfigDict
+
+from deployments.checkpoints import open_checkpointer
+from deployments.runner import Runner
+from pbkv_ray.config import RunnerOptions
+from pbkv_ray.core.calls import Call, Chunk, Message, Reply
+from pbkv_ray.core.events import Event
+from pbkv_ray.errors import NotFoundError
+from pbkv_ray.store import Store
+
+QUICK = RunnerOptions(poll_s=0.02, lease_s=5.0, stop_timeout_s=2.0)
+
+
+class FakeTransport:
+    """Answers `agent:prompt`. A prompt that holds "wait" waits for `let_go` before its answer; all calls are kept."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.aborted: list[str] = []
+        self.let_go = asyncio.Event()
+        self.waiting = asyncio.Event()
+
+    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
+        self.calls.append(call)
+        prompt = call.messages[-1].content
+        try:
+            if "wait" in prompt:
+                self.waiting.set()
+                await self.let_go.wait()
+            if "fail" in prompt:
+                raise RuntimeError("the node broke")
+            text = f"{call.caller.agent}:{prompt}"
+            yield Chunk(text, Reply(text, "stop", 10, 2, 4, 1, 0.5, 0.1, "replica-1"))
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(call.caller.agent)
+            raise
+
+
+class State(TypedDict, total=False):
+    task: str
+    said: Annotated[list[str], operator.add]
+
+
+class Input(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    task: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    agents: tuple[str, ...]
+    build: Callable[[Any], StateGraph[Any, Any, Any, Any]]
+    input_model: type[BaseModel] = Input
+    recursion_limit: int = 25
+
+
+def chain(llm: Any) -> StateGraph[Any, Any, Any, Any]:
+    """plan -> write; each says what the LLM answered to the task."""
+
+    async def plan(state: State) -> State:
+        return {"said": [await llm.chat([Message("user", "plan")])]}
+
+    async def write(state: State) -> State:
+        return {"said": [await llm.chat([Message("user", state["task"])])]}
+
+    graph = StateGraph(State)
+    graph.add_node("plan", plan)
+    graph.add_node("write", write)
+    graph.add_edge(START, "plan")
+    graph.add_edge("plan", "write")
+    graph.add_edge("write", END)
+    return graph
+
+
+def asking(llm: Any) -> StateGraph[Any, Any, Any, Any]:
+    """plan -> a person approves -> write."""
+
+    async def plan(state: State) -> State:
+        return {"said": [await llm.chat([Message("user", "plan")])]}
+
+    def approve(state: State) -> State:
+        return {"said": [f"approved:{interrupt({'question': state['task']})}"]}
+
+    graph = StateGraph(State)
+    graph.add_node("plan", plan)
+    graph.add_node("approve", approve)
+    graph.add_edge(START, "plan")
+    graph.add_edge("plan", "approve")
+    graph.add_edge("approve", END)
+    return graph
+
+
+@dataclass(frozen=True)
+class Registry:
+    specs: dict[str, Spec] = field(
+        default_factory=lambda: {"chain": Spec(("plan", "write"), chain), "asking": Spec(("plan",), asking)}
+    )
+
+    def get(self, name: str) -> Spec:
+        if name not in self.specs:
+            raise NotFoundError(f"workflow {name!r} does not exist")
+        return self.specs[name]
+
+
+class Kit:
+    """Runners on one store. `runner()` starts one; leaving the kit closes them all."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.transport = FakeTransport()
+        self.emitted: list[Event] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Kit":
+        self.store = await Store.open(self.url, max_events_per_run=40)
+        self._stack.push_async_callback(self.store.close)
+        self.checkpointer = await self._stack.enter_async_context(open_checkpointer(self.url))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def runner(self, options: RunnerOptions = QUICK, **given: Any) -> Runner:
+        made = self.idle_runner(options, **given)
+        await made.start()
+        self._stack.push_async_callback(made.close)
+        return made
+
+    def idle_runner(self, options: RunnerOptions = QUICK, **given: Any) -> Runner:
+        given = {"registry": Registry(), "transport": self.transport, "emit": self.emitted.append} | given
+        return Runner(self.store, self.checkpointer, options=options, **given)

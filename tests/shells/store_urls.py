@@ -1,0 +1,44 @@
+"""The databases that store and runner tests run on: SQLite always, PostgreSQL when PBKV_TEST_POSTGRES_URL is set.
+
+Each test gets an empty database of its own: a new file, or a new database on the server.
+"""
+
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+SERVER = os.environ.get("PBKV_TEST_POSTGRES_URL")
+
+BACKENDS = [
+    "sqlite",
+    pytest.param(
+        "postgres",
+        marks=[pytest.mark.postgres, pytest.mark.skipif(not SERVER, reason="PBKV_TEST_POSTGRES_URL is not set")],
+    ),
+]
+
+
+async def fresh_database(backend: str, folder: Path) -> AsyncIterator[str]:
+    """The URL of a new empty database; it is dropped afterwards."""
+    if backend == "sqlite":
+        yield f"sqlite:///{folder / 'pbkv.db'}"
+        return
+    assert SERVER is not None
+    name = f"pbkv_test_{uuid.uuid4().hex[:12]}"
+    server = await psycopg.AsyncConnection.connect(SERVER, autocommit=True)
+    async with server:
+        await server.execute(f'CREATE DATABASE "{name}"')
+        try:
+            yield str(psycopg_url(SERVER, name))
+        finally:
+            await server.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+def psycopg_url(server: str, database: str) -> str:
+    from sqlalchemy import make_url
+
+    return make_url(server).set(database=database).render_as_string(hide_password=False)

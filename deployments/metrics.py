@@ -137,7 +137,9 @@ class _Families(Collector):
             if into.type != kind:
                 self._metrics.conflicts.inc()
                 continue
-            into.samples.extend(_labelled(sample, labels) for sample in family.samples)
+            # When a counter was made is not worth doubling the text for.
+            kept = (sample for sample in family.samples if not sample.name.endswith("_created"))
+            into.samples.extend(_labelled(sample, labels) for sample in kept)
 
 
 def _labelled(sample: Sample, labels: Mapping[str, str]) -> Sample:

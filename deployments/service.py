@@ -11,12 +11,17 @@ from typing import Any, Literal, Protocol
 
 Json = dict[str, Any]
 Multitask = Literal["reject", "enqueue", "interrupt", "rollback"]
-StreamMode = Literal["values", "updates", "messages", "custom", "events", "debug", "tasks", "checkpoints"]
+StreamMode = Literal[
+    "values", "updates", "messages", "messages-tuple", "custom", "events", "debug", "tasks", "checkpoints"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """A validated request for a run. `thread_id` None makes a stateless run (a thread of its own)."""
+    """A validated request for a run. `thread_id` None makes a stateless run (a thread of its own).
+
+    ("*",) as `interrupt_before` or `interrupt_after` means every graph node.
+    """
 
     workflow: str
     input: Json | None
@@ -50,9 +55,7 @@ class RunService(Protocol):
 
     async def get_thread(self, thread_id: str) -> Json: ...
     async def update_thread(self, thread_id: str, metadata: Json) -> Json: ...
-    async def search_threads(
-        self, metadata: Json, status: str | None, limit: int, offset: int
-    ) -> list[Json]: ...
+    async def search_threads(self, metadata: Json, status: str | None, limit: int, offset: int) -> list[Json]: ...
     async def delete_thread(self, thread_id: str) -> None: ...
     async def thread_state(self, thread_id: str, checkpoint_id: str | None) -> Json: ...
     async def update_state(self, thread_id: str, values: Json | None, as_node: str | None) -> Json: ...
@@ -62,9 +65,7 @@ class RunService(Protocol):
         """Store the run and start (or queue) it. ConflictError when the thread is busy and multitask is "reject";
         NotFoundError for an unknown workflow or thread; InputError for an input that the workflow refuses."""
 
-    async def list_runs(
-        self, thread_id: str | None, status: str | None, limit: int, offset: int
-    ) -> list[Json]: ...
+    async def list_runs(self, thread_id: str | None, status: str | None, limit: int, offset: int) -> list[Json]: ...
     async def get_run(self, thread_id: str | None, run_id: str) -> Json: ...
     async def cancel_run(self, thread_id: str | None, run_id: str, action: Literal["interrupt", "rollback"]) -> None:
         """Stops the run, the LLM call it is in included; returns when it has stopped. No-op on an ended run."""
@@ -74,7 +75,8 @@ class RunService(Protocol):
         """Waits for the end; the final values, or {"__error__": {"error", "message"}}."""
 
     def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncIterator[RunEvent]:
-        """The run's events with seq > after, live until the run ends. Leaving the iterator early cancels the
+        """The run's events with seq > after, live until the run ends: first "metadata" {"run_id", "attempt"}, last
+        "end" {"run_id", "status"} or "error" {"error", "message"}. Leaving the iterator early cancels the
         run if (and only if) it was made with `cancel_on_disconnect`."""
 
     async def graph_json(self, workflow: str) -> Json: ...

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from deployments.service import StreamMode
+
 Json = dict[str, Any]
 
 MAX_ID_LENGTH = 256
@@ -22,7 +24,6 @@ Select = Annotated[list[str] | None, Query(max_length=64)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
 Names = Literal["*"] | Annotated[list[Name], Field(max_length=256)]
 
-Mode = Literal["values", "updates", "messages", "messages-tuple", "custom", "events", "debug", "tasks", "checkpoints"]
 RunStatus = Literal["pending", "running", "error", "success", "timeout", "interrupted"]
 ThreadStatus = Literal["idle", "busy", "interrupted", "error"]
 Limit = Annotated[int, Field(ge=1)]
@@ -69,7 +70,7 @@ class RunCreate(Body):
     metadata: Json | None = None
     config: RunConfig | None = None
     context: Json | None = None
-    stream_mode: Mode | Annotated[list[Mode], Field(max_length=16)] | None = None
+    stream_mode: StreamMode | Annotated[list[StreamMode], Field(max_length=16)] | None = None
     interrupt_before: Names | None = None
     interrupt_after: Names | None = None
     multitask_strategy: Literal["reject", "enqueue", "interrupt", "rollback"] = "reject"

@@ -1,8 +1,7 @@
 """Runs: on a thread or stateless, in the background, streamed or awaited."""
 
 import asyncio
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, get_args
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from deployments.http.errors import shown
 from deployments.http.models import Json, RunCreate, RunId, Select, ThreadId, selected
 from deployments.http.reserved import clean_config, clean_metadata
 from deployments.http.streams import awaited, sse
-from deployments.service import RunRequest, RunService
+from deployments.service import RunRequest, RunService, StreamMode
 from pbkv_ray.errors import InputError, NotFoundError, PbkvError
 
 Body = Annotated[RunCreate, Depends(json_body(RunCreate))]
@@ -59,10 +58,9 @@ def to_request(gateway: Gateway, request: Request, body: RunCreate, thread_id: s
     )
 
 
-def _modes(given: str | Iterable[str] | None) -> Any:
-    names = (given,) if isinstance(given, str) else tuple(given or ("values",))
-    # The two differ in the names of their events only; ours are those of "messages-tuple".
-    return tuple(dict.fromkeys("messages" if name == "messages-tuple" else name for name in names)) or ("values",)
+def _modes(given: StreamMode | list[StreamMode] | None) -> tuple[StreamMode, ...]:
+    names = [given] if isinstance(given, str) else given
+    return tuple(dict.fromkeys(names or ("values",)))
 
 
 def _names(given: str | list[str] | None) -> tuple[str, ...]:
@@ -198,12 +196,14 @@ def router(gateway: Gateway) -> APIRouter:
         runs = gateway.runs(request)
         run = await runs.get_run(thread_id, run_id)
         wanted = [mode for mode in stream_mode or () if mode]  # the stock client sends an empty one for "all"
+        if unknown := sorted(set(wanted) - set(get_args(StreamMode))):
+            raise InputError(f"stream_mode is {shown(unknown[0])}; it must be one of {', '.join(get_args(StreamMode))}")
         return sse(
             gateway,
             runs,
             run,
             after=_after(last_event_id),
-            modes=frozenset(_modes(wanted)) if wanted else frozenset(),
+            modes=frozenset(mode.removesuffix("-tuple") for mode in wanted),
             cancel=cancel_on_disconnect,
             headers=_where(run, True, "stream"),
         )

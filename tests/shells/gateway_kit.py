@@ -1,0 +1,64 @@
+"""What the gateway's tests share: an application over fakes, in process or behind a real server on loopback."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from deployments.gateway import GatewayOptions, create_app
+from tests.shells.fake_runs import FakeChat, FakeRunService
+
+WORKFLOWS = {"hover": "Verifies a claim over several hops.", "swe": "Fixes an issue."}
+
+
+@dataclass
+class Kit:
+    options: GatewayOptions = field(default_factory=GatewayOptions)
+    parts: dict[str, Any] = field(default_factory=dict)
+    service: FakeRunService = field(default_factory=FakeRunService)
+    chat: FakeChat = field(default_factory=FakeChat)
+    events: list[Any] = field(default_factory=list)
+
+    def app(self) -> FastAPI:
+        return create_app(
+            self.service,
+            self.chat,
+            self.options,
+            workflows=WORKFLOWS,
+            emit=self.events.append,
+            metrics_parts=self.parts,
+            clock=lambda: 1_000.0,
+        )
+
+    def client(self, **headers: str) -> httpx.AsyncClient:
+        """In process. An exception that the application lets through fails the test."""
+        transport = httpx.ASGITransport(self.app())
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """Behind uvicorn on a free port of loopback."""
+        config = uvicorn.Config(self.app(), host="127.0.0.1", port=0, log_level="error", lifespan="on")
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        serving = asyncio.create_task(server.serve())
+        try:
+            while not server.started:
+                if serving.done():
+                    serving.result()
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def eventually(happened: asyncio.Event, seconds: float = 10.0) -> None:
+    """Fails the test when `happened` does not, in a time that only a hang takes."""
+    await asyncio.wait_for(happened.wait(), seconds)

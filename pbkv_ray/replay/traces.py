@@ -41,15 +41,9 @@ def read_trace(path: str | Path, standard: bool = True) -> Workload:
                 f"{BLOCK_TOKENS}, found {size!r}"
             )
         parsed = [_parse(path, number, row, name, size) for number, row in rows]
-    if (
-        parsed
-        and all(len(run.calls) == 1 and run.start_s is not None for run in parsed)
-        and size > BLOCK_TOKENS
-    ):
+    if parsed and all(len(run.calls) == 1 and run.start_s is not None for run in parsed) and size > BLOCK_TOKENS:
         parsed = list(conversations(parsed))
-    workload = Workload(
-        name, tuple(run for run in parsed if run.calls), meta.get("in_flight", IN_FLIGHT.get(name, 16))
-    )
+    workload = Workload(name, tuple(run for run in parsed if run.calls), meta.get("in_flight", IN_FLIGHT.get(name, 16)))
     return _standard(workload) if standard else workload
 
 
@@ -98,9 +92,7 @@ def _parse(path: Path, number: int, row: Json, name: str, size: int) -> TraceRun
             tags | row.get("tags", {}),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path.name}: line {number} is no run ({error!r}); see pbkv_ray/replay/traces.py"
-        ) from None
+        raise InputError(f"{path.name}: line {number} is no run ({error!r}); see pbkv_ray/replay/traces.py") from None
 
 
 def _call(item: Json, size: int) -> TraceCall:
@@ -139,9 +131,7 @@ def conversations(requests: Sequence[TraceRun]) -> Iterator[TraceRun]:
     for turns in joined:
         start = turns[0].start_s or 0.0
         calls = tuple(
-            TraceCall(
-                c.agent, c.session, c.prompt_tokens, c.output_tokens, c.spans, (turn.start_s or 0.0) - start
-            )
+            TraceCall(c.agent, c.session, c.prompt_tokens, c.output_tokens, c.spans, (turn.start_s or 0.0) - start)
             for turn in turns
             for c in turn.calls
         )

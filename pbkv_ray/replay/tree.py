@@ -28,6 +28,7 @@ class TreeOptions:
     max_requests: int = 256
     max_context_units: int = 1 << 16
     eviction_policy: str = "lru"
+    eviction_config: dict[str, int] | None = None
     tree_core: str = "rust"
     write_policy: str = "write_through"
     session_aware: bool = False
@@ -36,15 +37,27 @@ class TreeOptions:
 
 
 class TreeRequest:
-    """What UnifiedRadixCache reads and writes of SGLang's Req. Ids are units."""
+    """What UnifiedRadixCache reads and writes of SGLang's Req. Ids are units.
 
-    def __init__(self, rid: str, prompt: "array[int]", custom: dict[str, Any], session: str | None = None) -> None:
+    `tail`: the prompt has tokens behind its units (a coarse tree leaves its last, partial block out). Without a
+    tail the last unit is always computed, as in SGLang: the first output token needs it.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        prompt: "array[int]",
+        custom: dict[str, Any],
+        session: str | None = None,
+        tail: bool = False,
+    ) -> None:
         from sglang.srt.managers.schedule_batch import ReqKvInfo
 
         self.rid = rid
         self.origin_input_ids = prompt
         self.full_untruncated_fill_ids = prompt
         self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.match_limit = len(prompt) if tail else max(0, len(prompt) - 1)
         self.session_id = session
         self.session_generation: int | None = None
         self.session = None
@@ -91,6 +104,7 @@ class Tree:
             token_to_kv_pool_allocator=self._slots,
             page_size=1,
             eviction_policy=options.eviction_policy,
+            eviction_policy_config=options.eviction_config,
             enable_session_radix_cache=options.session_aware,
             tree_components=(ComponentType.FULL,),
             tree_core_backend=options.tree_core,
@@ -105,11 +119,11 @@ class Tree:
     # The life of a request, in the order in which the scheduler makes these calls.
 
     def match(self, request: TreeRequest) -> tuple[int, int]:
-        """(device units, host units) that the prompt finds. At least one unit is left to compute."""
+        """(device units, host units) that the prompt finds."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        key = RadixKey(request.origin_input_ids, limit=max(0, len(request.origin_input_ids) - 1))
+        key = RadixKey(request.origin_input_ids, limit=request.match_limit)
         found = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
         request.last_node, request.best_match_node = found.last_device_node, found.best_match_node
         request.host_hit_length = found.host_hit_length
@@ -171,9 +185,7 @@ class Tree:
         request.done = True
         if publish:
             self.cache.checkpoint(request, up_to=min(request.allocated, len(request.full_untruncated_fill_ids)))
-        held = self._rows.req_to_token[
-            request.kv.req_pool_idx, request.kv.cache_protected_len : request.allocated
-        ]
+        held = self._rows.req_to_token[request.kv.req_pool_idx, request.kv.cache_protected_len : request.allocated]
         self._slots.free(held.to(self._slots.free_pages.dtype))
         self.cache.unlock(request.lock)
         request.lock = None
@@ -185,3 +197,40 @@ class Tree:
 
     def evictable_units(self) -> int:
         return int(self.cache.evictable_size())
+
+
+def _tiny_pool(units: int) -> Any:
+    """A real MHA pool of one layer and one byte-sized head: HiCache then moves four bytes a unit."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        size=units,
+        page_size=1,
+        dtype=torch.bfloat16,
+        head_num=1,
+        head_dim=1,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def _attach_host(cache: Any, params: Any, options: TreeOptions) -> None:
+    """HiCache as `create_unified_radix_cache` attaches it. Its pools read the process-wide server arguments while
+    they are built, so these are published for that long (SGLang's own means for tests)."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_context
+
+    current_platform.init_backend()
+    arguments = get_context().override_server_args(
+        enable_hierarchical_cache=True,
+        hicache_ratio=options.host_units / options.device_units,
+        hicache_size=0,
+        hicache_write_policy=options.write_policy,
+        hicache_io_backend="direct",
+        hicache_mem_layout="layer_first",
+        page_size=1,
+    )
+    with arguments as published:
+        cache.init_hicache(published, params)

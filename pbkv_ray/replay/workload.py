@@ -41,9 +41,7 @@ class TraceCall:
         """[n] int64 block ids, first to last."""
         if not self.spans:
             return np.empty(0, np.int64)
-        return np.concatenate(
-            [np.arange(start, start + count, dtype=np.int64) for start, count in self.spans]
-        )
+        return np.concatenate([np.arange(start, start + count, dtype=np.int64) for start, count in self.spans])
 
     @property
     def known_blocks(self) -> int:
@@ -144,9 +142,7 @@ def block_tokens(ids: Ids, vocabulary: int) -> Tokens:
     """[16 * n] int32 in 1 .. vocabulary - 1, sixteen tokens a block id: SplitMix64 of the id alone."""
     if vocabulary < 3:
         raise InputError(f"a vocabulary of {vocabulary} tokens cannot tell blocks apart; use at least 3")
-    x = (
-        ids.astype(np.uint64)[:, None] * np.uint64(BLOCK_TOKENS) + np.arange(BLOCK_TOKENS, dtype=np.uint64)
-    ).ravel()
+    x = (ids.astype(np.uint64)[:, None] * np.uint64(BLOCK_TOKENS) + np.arange(BLOCK_TOKENS, dtype=np.uint64)).ravel()
     with np.errstate(over="ignore"):
         x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,0 +1,66 @@
+"""The engine server's own counters, and SGLang's, in Prometheus text form."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from pbkv_ray.core.calls import Reply
+
+
+class EngineMetrics:
+    """Plain numbers, changed in the server's event loop; labels are bounded by construction."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.left = 0  # calls whose caller left or was cancelled before the end
+        self.engine_deaths = 0
+        self.calls: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+
+    def finished(self, reply: Reply) -> None:
+        self.calls[reply.reason] += 1
+        self.tokens["prompt"] += reply.prompt_tokens
+        self.tokens["device_cached"] += reply.device_cached_tokens
+        self.tokens["host_cached"] += reply.host_cached_tokens
+        self.tokens["output"] += reply.output_tokens
+
+    def text(self, replica: str) -> str:
+        """`pbkv_engine_*` and whatever SGLang's processes have written to their shared metrics folder."""
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+        ours = CollectorRegistry()
+        ours.register(_Collector(self, replica))  # type: ignore[arg-type]
+        text = generate_latest(ours).decode()
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            theirs = CollectorRegistry()
+            multiprocess.MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
+            text += generate_latest(theirs).decode()
+        return text
+
+
+class _Collector:
+    def __init__(self, metrics: EngineMetrics, replica: str) -> None:
+        self._metrics, self._replica = metrics, replica
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        metrics, replica = self._metrics, self._replica
+        running = GaugeMetricFamily("pbkv_engine_running_calls", "Calls in the engine now.", labels=["replica"])
+        running.add_metric([replica], metrics.running)
+        yield running
+        left = CounterMetricFamily("pbkv_engine_left_calls", "Calls whose caller left early.", labels=["replica"])
+        left.add_metric([replica], metrics.left)
+        yield left
+        deaths = CounterMetricFamily("pbkv_engine_deaths", "Engines lost to a dead process.", labels=["replica"])
+        deaths.add_metric([replica], metrics.engine_deaths)
+        yield deaths
+        calls = CounterMetricFamily("pbkv_engine_calls", "Finished calls by reason.", labels=["replica", "reason"])
+        for reason, count in sorted(metrics.calls.items()):
+            calls.add_metric([replica, reason], count)
+        yield calls
+        tokens = CounterMetricFamily("pbkv_engine_tokens", "Tokens by kind.", labels=["replica", "kind"])
+        for kind, count in sorted(metrics.tokens.items()):
+            tokens.add_metric([replica, kind], count)
+        yield tokens

@@ -1,0 +1,127 @@
+"""The processes of one SGLang engine: started from a thread that lives as long, watched, ended without a trace.
+
+SGLang's own means are too broad for a process that does more than serve one engine: its shutdown kills every
+child of the process, and its watchdog ends the process itself. Both are replaced here by the engine's own
+processes. What SGLang does for the other direction is kept: scheduler and detokenizer ask the kernel to be
+killed when the *thread* that started them ends (PR_SET_PDEATHSIG), hence the thread here.
+"""
+
+import atexit
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+
+from pbkv_ray.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineProcesses:
+    """Runs `start` (which makes an `sglang.Engine`) in a thread of its own and keeps its processes.
+
+    engine: the sglang.Engine. `dead` is None while all of its processes live, else what happened to them.
+    Raises EngineError when the engine does not start.
+    """
+
+    def __init__(self, start: Callable[[], Any], on_death: Callable[[str], None]) -> None:
+        self.dead: str | None = None
+        self._on_death = on_death
+        self._stop = threading.Event()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._engine: Any = None
+        self._processes: dict[str, BaseProcess] = {}
+        self._pids: set[int] = set()
+        self._closing = threading.Lock()
+        _survive_sigquit()
+        self._thread = threading.Thread(target=self._hold, args=(start,), name="sglang-engine", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise EngineError(f"the SGLang engine did not start: {self._failure}") from self._failure
+
+    @property
+    def engine(self) -> Any:
+        return self._engine
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The engine's own processes: schedulers and detokenizers."""
+        return frozenset(self._pids)
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """End the engine's processes, wait until they are gone. Safe to call again."""
+        with self._closing:
+            self._stop.set()
+            _kill(self._pids, timeout_s)
+            self._thread.join(timeout_s)
+
+    def _hold(self, start: Callable[[], Any]) -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        try:
+            self._engine = start()
+        except BaseException as error:
+            self._failure = error
+            # A scheduler that failed leaves its siblings waiting for it.
+            _kill({child.pid for child in psutil.Process().children()} - before, 10.0, engine_only=True)
+            self._started.set()
+            return
+        atexit.unregister(self._engine.shutdown)
+        atexit.register(self.shutdown)
+        watchdog = self._engine.tokenizer_manager._subprocess_watchdog
+        self._processes = dict(zip(watchdog._names, watchdog._processes, strict=True))
+        watchdog.stop()
+        self._pids = {process.pid for process in self._processes.values() if process.pid is not None}
+        self._started.set()
+        self._watch()
+        atexit.unregister(self.shutdown)
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            gone = wait([process.sentinel for process in self._processes.values()], timeout=0.5)
+            if gone and not self._stop.is_set():
+                names = [
+                    f"{name} (pid {process.pid}) ended with code {process.exitcode}"
+                    for name, process in self._processes.items()
+                    if process.sentinel in gone
+                ]
+                self.dead = "; ".join(names)
+                logger.error("SGLang engine lost: %s", self.dead)
+                _kill(self._pids, 10.0)  # the rest is of no use; on a GPU it holds the memory
+                self._on_death(self.dead)
+                self._stop.wait()  # stay: this thread is the parent the kernel watches
+
+
+def _kill(pids: set[int], timeout_s: float, engine_only: bool = False) -> None:
+    """Kill the processes and their descendants, and wait for them."""
+    doomed: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if engine_only and "multiprocessing" not in " ".join(process.cmdline()):
+                continue
+            doomed += [process, *process.children(recursive=True)]
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(doomed, timeout=timeout_s)
+    if alive:
+        logger.error("processes %s of the SGLang engine outlived SIGKILL", [process.pid for process in alive])
+
+
+def _survive_sigquit() -> None:
+    """A failing scheduler sends its parent SIGQUIT; by default that would end this process with a core dump.
+
+    The watch thread sees the death by itself. Only the main thread may set a handler: in a Ray replica, whose
+    user code runs elsewhere, the signal ends the replica, and Serve starts another.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
+        signal.signal(signal.SIGQUIT, lambda *_: logger.error("a process of the SGLang engine failed (SIGQUIT)"))

@@ -1,0 +1,243 @@
+"""One SGLang engine behind `core.calls.Transport`. Knows SGLang, never Ray.
+
+The server lives in one event loop: that of its first call (SGLang's tokenizer manager keeps its tasks there).
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pbkv_ray.config import EngineOptions
+from pbkv_ray.core.calls import Call, Caller, Chunk, FinishReason, Reply
+from pbkv_ray.engine.arguments import engine_arguments, served_name
+from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
+from pbkv_ray.engine.metrics import EngineMetrics
+from pbkv_ray.engine.models import resolve_model
+from pbkv_ray.engine.process import EngineProcesses
+from pbkv_ray.errors import EngineError, InputError
+
+HEALTH_POLL_S = 0.05
+
+
+class EngineServer:
+    """Starts the engine (tens of seconds) and answers calls until `shutdown`.
+
+    Raises InputError or SetupError for a model that cannot be had, EngineError when SGLang does not start.
+    """
+
+    def __init__(self, options: EngineOptions, *, replica: str = "local") -> None:
+        self.options = options
+        self.replica = replica
+        self.epoch = uuid.uuid4().hex  # new at every start: an engine that came back is empty
+        accelerator = has_accelerator()
+        arguments = engine_arguments(options, resolve_model(options.model), accelerator)
+        select_platform(os.environ, accelerator)
+        self.metrics = EngineMetrics()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._processes = EngineProcesses(lambda: _start(arguments), self._engine_died)
+
+    @property
+    def engine(self) -> Any:
+        """The sglang.Engine, for those who need a seam of it (`engine.link`)."""
+        return self._processes.engine
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's TokenizerManager."""
+        return self.engine.tokenizer_manager
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return self._processes.pids
+
+    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
+        """Answer `call` piece by piece; leaving the iterator early aborts the call in the scheduler."""
+        self.enter()
+        started = time.perf_counter()
+        prompt = await asyncio.to_thread(self._tokenize, call)
+        sent, first, output = "", 0.0, None
+        self.metrics.running += 1
+        try:
+            async with contextlib.aclosing(self._generate(call, prompt)) as outputs:
+                async for output in outputs:
+                    first = first or time.perf_counter() - started
+                    text, meta = output["text"], output["meta_info"]
+                    if meta["finish_reason"] is None:
+                        yield Chunk(text[len(sent) :])
+                        sent = text
+            if output is None or output["meta_info"]["finish_reason"] is None:
+                raise EngineError(f"the engine ended call {call.call_id} without an answer")
+            reply = self._reply(output, time.perf_counter() - started, first)
+            self.metrics.finished(reply)
+            yield Chunk(reply.text[len(sent) :], reply)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.metrics.left += 1
+            raise
+        finally:
+            self.metrics.running -= 1
+            self.abort(call.call_id)  # does nothing for a finished call
+
+    def abort(self, call_id: str) -> None:
+        """Stop a call, if it runs: its stream ends with reason "abort"."""
+        for rid in [rid for rid in self.manager.rid_to_state if rid == call_id or rid.startswith(f"{call_id}_")]:
+            self.manager.abort_request(rid)
+
+    def models(self) -> list[dict[str, Any]]:
+        """The served models as OpenAI's /v1/models lists them."""
+        name = served_name(self.options.model)
+        return [{"id": name, "object": "model", "created": 0, "owned_by": "pbkv-ray", "root": name}]
+
+    async def check_health(self, timeout_s: float = 20.0) -> None:
+        """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.
+
+        Any output counts as a sign: a scheduler that is busy ignores the question and shows it lives by its work.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+        self.enter()
+        manager, asked = self.manager, time.time()
+        request = GenerateReqInput(
+            rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+            input_ids=[0],
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            log_metrics=False,
+        )
+
+        async def ask() -> None:
+            async for _ in manager.generate_request(request, None):
+                return
+
+        task = asyncio.create_task(ask())
+        try:
+            while manager.last_receive_tstamp <= asked:
+                if self._processes.dead is not None or time.time() - asked > timeout_s:
+                    raise EngineError(self._processes.dead or f"the scheduler gave no sign of life in {timeout_s:g} s")
+                await asyncio.sleep(HEALTH_POLL_S)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            manager.rid_to_state.pop(request.rid, None)
+
+    def metrics_text(self) -> str:
+        """SGLang's metrics (`sglang:*`) and ours (`pbkv_engine_*`) in Prometheus text form."""
+        return self.metrics.text(self.replica)
+
+    def shutdown(self) -> None:
+        """End the engine; when it returns none of its processes is left. Safe to call again."""
+        self._processes.shutdown()
+
+    def enter(self) -> None:
+        """Called at the start of every request: the engine must live, and the loop must be the first one."""
+        if self._processes.dead is not None:
+            raise EngineError(f"the engine of replica {self.replica} is dead: {self._processes.dead}")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise EngineError("this engine belongs to another event loop; call it from the loop of its first call")
+
+    def _generate(self, call: Call, prompt: list[int]) -> AsyncIterator[dict[str, Any]]:
+        return _translated(self._request(call, prompt))
+
+    def _request(self, call: Call, prompt: list[int]) -> AsyncIterator[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        params: dict[str, Any] = {
+            "max_new_tokens": call.max_tokens,
+            "temperature": call.temperature,
+            "stop": list(call.stop) or None,
+            "json_schema": call.json_schema,
+            "regex": call.regex,
+            "custom_params": custom_params(call.caller),
+        }
+        request = GenerateReqInput(
+            rid=call.call_id,
+            input_ids=prompt,
+            sampling_params={name: value for name, value in params.items() if value is not None},
+            stream=True,
+            cache_salt=call.cache_salt,
+            session_id=call.caller.run_id if self.options.policy == "session" else None,
+        )
+        generated: AsyncIterator[dict[str, Any]] = self.manager.generate_request(request, None)
+        return generated
+
+    def _tokenize(self, call: Call) -> list[int]:
+        if call.json_schema is not None and call.regex is not None:
+            raise InputError(f"call {call.call_id} has a json_schema and a regex; give one of them")
+        tokenizer = self.manager.tokenizer
+        messages = [{"role": message.role, "content": message.content} for message in call.messages]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"the model's chat template refuses the messages of {call.call_id}: {error}") from error
+        prompt: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        room = int(self.manager.max_req_input_len)
+        if len(prompt) >= room:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens; the engine takes fewer than {room}. Shorten it, or give the "
+                "engine a larger context_length and device_pool_tokens"
+            )
+        return prompt
+
+    def _reply(self, output: dict[str, Any], seconds: float, first_token_seconds: float) -> Reply:
+        meta = output["meta_info"]
+        cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+        kind = meta["finish_reason"]["type"]
+        reason: FinishReason = kind if kind in ("stop", "length") else "abort"
+        return Reply(
+            text=output["text"],
+            reason=reason,
+            prompt_tokens=int(meta.get("prompt_tokens", 0)),
+            output_tokens=int(meta.get("completion_tokens", 0)),
+            device_cached_tokens=int(cached.get("device", 0)),
+            host_cached_tokens=int(cached.get("host", 0)),
+            seconds=seconds,
+            first_token_seconds=first_token_seconds,
+            replica=self.replica,
+        )
+
+    def _engine_died(self, reason: str) -> None:
+        """Runs in the watch thread: nobody else would wake the calls that wait for the lost scheduler."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_all, reason)
+
+    def _fail_all(self, reason: str) -> None:
+        self.metrics.engine_deaths += 1
+        for rid, state in list(self.manager.rid_to_state.items()):
+            finish = {"type": "abort", "message": f"the engine died: {reason}", "status_code": 503}
+            state.finished = True
+            state.out_list.append({"text": "", "output_ids": [], "meta_info": {"id": rid, "finish_reason": finish}})
+            state.event.set()
+            del self.manager.rid_to_state[rid]
+
+
+def custom_params(caller: Caller) -> dict[str, Any]:
+    """Who calls, as the radix plug-in reads it from a request's sampling parameters."""
+    return {"run": caller.run_id, "agent": caller.agent, "workflow": caller.workflow, "step": caller.step}
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    return Engine(**arguments)
+
+
+async def _translated(outputs: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """SGLang's errors as ours. It raises ValueError for a refused request, HTTPException for a failed one."""
+    from fastapi import HTTPException
+
+    try:
+        async with contextlib.aclosing(outputs) as closing:  # type: ignore[type-var]
+            async for output in closing:
+                yield output
+    except ValueError as error:
+        raise InputError(f"SGLang refused the request: {error}") from error
+    except HTTPException as error:
+        if error.status_code < 500:
+            raise InputError(f"SGLang refused the request: {error.detail}") from error
+        raise EngineError(f"SGLang failed: {error.detail}") from error

@@ -1,0 +1,100 @@
+"""What the outside tells the scheduler: who makes a request, and what runs will do next. Wire formats, both ends.
+
+Who makes a request travels in SGLang's own `kv_hints` envelope, which its chat protocol does not take from clients.
+Forecasts and endings travel as one JSON text through SGLang's broadcast (`engine.link`), so that ranks agree.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pbkv_ray.core.actions import PublishForecast
+from pbkv_ray.core.calls import Caller
+from pbkv_ray.core.forecast import Forecast
+
+logger = logging.getLogger(__name__)
+
+OWNER = "pbkv.owner"
+RPC = "pbkv_apply"  # the method of SGLang's scheduler that takes a payload
+_VERSION = "1"
+_DIGITS = 4  # of a probability; the payload is most of a broadcast's cost
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who makes a request. An empty run is foreign traffic."""
+
+    run: str
+    agent: str
+    workflow: str = ""
+    step: int = 0
+
+
+def owner_hints(caller: Caller) -> dict[str, Any]:
+    """`kv_hints` of a request that `caller` makes, for `sglang.Engine.async_generate` or GenerateReqInput."""
+    payload = {"run": caller.run_id, "agent": caller.agent, "workflow": caller.workflow, "step": caller.step}
+    action = {"action_id": "owner", "action_type": OWNER, "action_version": _VERSION, "payload": payload}
+    return {"protocol_version": "1", "message_id": "", "actions": [action]}
+
+
+def owner_of(req: Any) -> Owner | None:
+    """The owner that a scheduler's request names; None when it names none, or not in our format."""
+    envelope = req.kv_hints
+    for action in envelope.actions if envelope is not None else ():
+        if action.action_type == OWNER and action.action_version == _VERSION:
+            run, agent, workflow, step = (action.payload.get(k) for k in ("run", "agent", "workflow", "step"))
+            if isinstance(run, str) and run and isinstance(agent, str):
+                return Owner(run, agent, workflow if isinstance(workflow, str) else "", int(step or 0))
+    return None
+
+
+def encode(forecasts: Iterable[PublishForecast], ended: Mapping[str, float], now_s: float) -> str:
+    """One payload: forecasts and endings (run -> when), and the clock that all ranks then use."""
+    return json.dumps(
+        {
+            "now": round(now_s, 3),
+            "ended": {run: round(at_s, 3) for run, at_s in ended.items()},
+            "forecasts": [
+                {
+                    "run": hint.run_id,
+                    "version": hint.version,
+                    "at": round(hint.at_s, 3),
+                    "agents": hint.forecast.agents,
+                    "step": np.round(hint.forecast.step, _DIGITS).tolist(),
+                    "wait": None if (wait := hint.forecast.wait_s) is None else np.round(wait, 3).tolist(),
+                }
+                for hint in forecasts
+            ],
+        },
+        separators=(",", ":"),
+    )
+
+
+def decode(payload: str) -> tuple[list[PublishForecast], dict[str, float], float]:
+    """What `encode` was given. Raises ValueError, KeyError or TypeError for anything else."""
+    message = json.loads(payload)
+    forecasts = [
+        PublishForecast(
+            hint["run"],
+            int(hint["version"]),
+            Forecast(
+                tuple(hint["agents"]),
+                np.array(hint["step"], np.float64).reshape(-1, len(hint["agents"]) + 1),
+                None if hint["wait"] is None else np.array(hint["wait"], np.float64),
+            ),
+            float(hint["at"]),
+        )
+        for hint in message["forecasts"]
+    ]
+    return forecasts, {run: float(at_s) for run, at_s in message["ended"].items()}, float(message["now"])
+
+
+class QuietPayloads(logging.Filter):
+    """Keeps SGLang's scheduler from logging every payload of ours at INFO."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"handle_rpc_request: {RPC}" not in record.msg

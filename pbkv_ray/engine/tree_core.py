@@ -1,0 +1,195 @@
+"""The radix tree that keeps a ReuseIndex up to date, and the eviction walk that asks it for victims.
+
+Both are SGLang's own classes with the few methods overridden where a node appears, splits, changes tier or becomes
+an evictable leaf. The stock walk builds a heap of all evictable leaves at every call; ours asks for the next victim.
+Nothing here may fail an eviction: when the index raises, the walk goes on in SGLang's LRU order, and it is counted.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
+from sglang.srt.mem_cache.unified_cache.components import FullComponent
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+
+from pbkv_ray.core.owners import OwnersOptions
+from pbkv_ray.core.reuse import ReuseIndex, Tier
+from pbkv_ray.core.scores import score_of
+from pbkv_ray.engine.policies import RadixOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TreeCount:
+    """Tokens by why they went, per tier; and what went wrong."""
+
+    evicted_tokens: list[dict[str, int]] = field(
+        default_factory=lambda: [{"retired": 0, "scored": 0, "recency": 0} for _ in Tier]
+    )
+    partial: int = 0  # leaves of which only the tail was freed
+    fallbacks: int = 0  # eviction walks that ended in LRU order because the index raised
+    failures: int = 0  # times the index had to be given up until the next flush
+
+
+class OwnedTreeCore(UnifiedTreeCore):
+    """SGLang's Python tree core; `index` mirrors its nodes. `params.eviction_policy_config` holds RadixOptions."""
+
+    def __init__(self, params: Any, components: dict[Any, Any]) -> None:
+        self.options = RadixOptions(**(params.eviction_policy_config or {}))
+        self.count = TreeCount()
+        self.index: ReuseIndex[UnifiedTreeNode] = ReuseIndex(
+            score_of(self.options.policy),
+            OwnersOptions(max_age_s=self.options.max_age_s, rescore_s=self.options.rescore_s),
+            recency=_recency,
+        )
+        self.trusted = True  # False: the index missed something and is out of step with the tree
+        super().__init__(replace(params, eviction_policy_config=None), components)
+
+    def reset(self) -> None:
+        super().reset()
+        self.trusted = True
+        self.tell(self.index.clear)
+
+    def tell(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Tell the index something. If it raises, it is given up until the next flush: the cache must go on."""
+        if self.trusted:
+            try:
+                what(*args, **kwargs)
+            except Exception:
+                self.trusted = False
+                self.count.failures += 1
+                logger.exception("the reuse index failed; evicting by LRU until the cache is flushed")
+
+    def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
+        super()._update_evictable_leaf_sets(node)
+        if node is not self.root_node:
+            self.tell(self._report, node)
+
+    def _report(self, node: UnifiedTreeNode) -> None:
+        index = self.index
+        if node not in index:
+            index.add(node, len(node.key), None if node.parent is self.root_node else node.parent)
+        full = node.component_data[FULL]
+        index.set_tier(
+            node, Tier.DEVICE, resident=full.value is not None, evictable=node in self.evictable_device_leaves
+        )
+        index.set_tier(
+            node, Tier.HOST, resident=full.host_value is not None, evictable=node in self.evictable_host_leaves
+        )
+
+    def _release_full_host_duplicate(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
+        super()._release_full_host_duplicate(node, *args, **kwargs)
+        self.tell(self._report, node)
+
+    def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        self.tell(self.index.remove, node)
+
+    def victims(self, tier: Tier) -> "Iterator[UnifiedTreeNode]":
+        """Evictable leaves of `tier`, the one to go next first; close it. Raises what the index raises."""
+        leaves = self.evictable_device_leaves if tier is Tier.DEVICE else self.evictable_host_leaves
+        walk = self.index.victims(tier)
+        try:
+            for node in walk:
+                if node in leaves:
+                    yield node
+                else:  # SGLang takes a node that it locks out of the set without a word
+                    self._report(node)
+        finally:
+            walk.close()
+
+    def cut_tail(self, node: UnifiedTreeNode, tokens: int, actions: list[Any]) -> None:
+        """Split an evictable leaf so that `node` is only its last `tokens` tokens. Nobody has used either half now."""
+        used = node.last_access_time
+        head, action = self._split_node(node.key, node, len(node.key) - tokens)
+        head.last_access_time = node.last_access_time = used
+        self.count.partial += 1
+        if action is not None:
+            actions.append(action)
+
+
+class OwnedFullComponent(FullComponent):
+    """SGLang's full-attention component with the victims of `OwnedTreeCore.index`, one at a time."""
+
+    def __init__(self, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self.shortfall: int | None = None  # tokens that the eviction under way is really for, if the cache said so
+        self._victims: Iterator[UnifiedTreeNode] | None = None
+
+    def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        self.tree_core.tell(self.tree_core.index.split, child, new_parent, len(new_parent.key))
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        core = self.tree_core
+        if not core.trusted:
+            super()._evict_device_start(request_cnt)
+            return
+        self._evict_device_request_cnt = request_cnt
+        self._victims = core.victims(Tier.DEVICE)
+
+    def _evict_device_next_node(
+        self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: list[Any]
+    ) -> int | None:
+        if self._victims is not None:
+            if tracker[FULL] >= self._evict_device_request_cnt:
+                return None
+            try:
+                node = next(self._victims, None)
+            except Exception:
+                self._fall_back()
+                super()._evict_device_start(self._evict_device_request_cnt)
+            else:
+                return None if node is None else self._chosen(node, tracker[FULL], cache_actions)
+        return super()._evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+
+    def _evict_device_end(self) -> None:
+        if self._victims is not None:
+            self.tree_core.tell(self._victims.close)
+            self._victims = None
+        super()._evict_device_end()
+
+    def _chosen(self, node: UnifiedTreeNode, freed: int, cache_actions: list[Any]) -> int:
+        core = self.tree_core
+        reason = core.index.reason(node)
+        part = core.options.partial_tokens
+        if part and reason != "retired" and len(core.components) == 1:
+            asked = self._evict_device_request_cnt if self.shortfall is None else self.shortfall
+            take = -(-max(asked - freed, part) // core.page_size) * core.page_size
+            if len(node.key) - take >= part:
+                core.cut_tail(node, take, cache_actions)
+        core.count.evicted_tokens[Tier.DEVICE][reason] += len(node.key)
+        return int(node.id)
+
+    def drive_host_eviction(
+        self, num_tokens: int, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: list[Any]
+    ) -> None:
+        core = self.tree_core
+        if core.trusted:
+            victims = core.victims(Tier.HOST)
+            while tracker[FULL] < num_tokens:
+                try:
+                    node = next(victims, None)
+                except Exception:
+                    self._fall_back()
+                    break
+                if node is None:
+                    return
+                core.count.evicted_tokens[Tier.HOST][core.index.reason(node)] += len(node.key)
+                core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
+            core.tell(victims.close)
+        super().drive_host_eviction(num_tokens, tracker, device_frees, host_frees, cache_actions)
+
+    def _fall_back(self) -> None:
+        self._victims = None
+        count = self.tree_core.count
+        count.fallbacks += 1
+        if count.fallbacks & (count.fallbacks - 1) == 0:  # 1, 2, 4, 8 ...
+            logger.exception("no victims from the reuse index (%d times so far); evicting by LRU", count.fallbacks)
+
+
+def _recency(node: UnifiedTreeNode) -> float:
+    return node.last_access_time  # type: ignore[no-any-return]

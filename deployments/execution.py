@@ -9,6 +9,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command, Send
 
 from deployments.encoding import request_from_text, to_json
+from deployments.endings import finished
 from deployments.graphs import RUN_KEY, Graphs, ThreadView, thread_config, view_of
 from deployments.messages import MessageEvents
 from deployments.service import Json, RunRequest
@@ -79,7 +80,7 @@ class Execution:
                         else:
                             await publish(mode, to_json(part))
             entry = view_of(await graph.aget_state(thread_config(run.thread_id)))
-        return ended(run, entry)
+        return finished(run, entry)
 
     async def _entry(self, attempt: Attempt, config: RunnableConfig) -> Any:
         """What to hand to the graph; a ThreadView when there is nothing left to do.
@@ -116,15 +117,6 @@ class Execution:
 
 def _nodes(names: tuple[str, ...]) -> Literal["*"] | list[str] | None:
     return "*" if "*" in names else list(names) or None
-
-
-def ended(run: RunRow, view: ThreadView) -> Ending:
-    """An ending without an error: all done, or waiting for a person."""
-    status: Literal["interrupted", "success"] = "interrupted" if view.waiting else "success"
-    asked = [one for several in view.interrupts.values() for one in several]
-    output = {**view.values, "__interrupt__": asked} if asked and isinstance(view.values, dict) else view.values
-    end = to_json({"run_id": run.run_id, "status": status})
-    return Ending(status, view.status, (("end", end),), output=to_json(output), state=view.state)
 
 
 def user_configurable(config: Json) -> Json:

@@ -1,6 +1,6 @@
 """The workflows as compiled graphs, and what their checkpoints say of a thread."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from langgraph.graph import StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import StateSnapshot
 from pydantic import BaseModel, ValidationError
+from pydantic.errors import PydanticUserError
 
 from deployments.encoding import plain, to_json
 from deployments.service import Json
@@ -77,6 +78,19 @@ class Graphs:
     def edges(self, workflow: str) -> tuple[tuple[str, str], ...]:
         return tuple((edge.source, edge.target) for edge in self.compiled(workflow).get_graph().edges)
 
+    def schemas(self, workflow: str) -> Json:
+        """JSON schemas by name; None where pydantic cannot say (a `typing.TypedDict` before Python 3.12)."""
+        graph = self.compiled(workflow)
+        state = _schema(graph.get_output_jsonschema)
+        return {
+            "graph_id": workflow,
+            "input_schema": self.spec(workflow).input_model.model_json_schema(),
+            "output_schema": state,
+            "state_schema": state,
+            "config_schema": None,
+            "context_schema": _schema(graph.get_context_jsonschema),
+        }
+
     def validated(self, workflow: str, given: Json) -> Json:
         """The input as the workflow's model has it, defaults filled. InputError says what is wrong where."""
         try:
@@ -114,6 +128,13 @@ class Graphs:
             return
         config = thread_config(run.thread_id, run.base_checkpoint)
         await self.compiled(run.workflow).aupdate_state(config, None, as_node="__copy__")
+
+
+def _schema(make: Callable[[], Json | None]) -> Json | None:
+    try:
+        return make()
+    except PydanticUserError:
+        return None
 
 
 def thread_config(thread_id: str, checkpoint_id: str | None = None) -> RunnableConfig:

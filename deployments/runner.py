@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
 from time import time
 from typing import Any, Literal
@@ -22,12 +22,14 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from deployments.encoding import iso, plain, request_from_text, request_to_text, to_json
+from deployments.endings import STOPS
 from deployments.execution import Durability, Execution, check_modes, command_of
 from deployments.graphs import Graphs, Registry
 from deployments.recorder import Wakeups
 from deployments.runner_metrics import RunnerMetrics
-from deployments.scheduling import STOPS, Scheduler, wait_for_news
+from deployments.scheduling import Scheduler, wait_for_news
 from deployments.service import Json, RunEvent, RunRequest
+from deployments.supervision import Active
 from deployments.threads import ThreadService, checked_id, checked_metadata
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.calls import Transport
@@ -92,8 +94,13 @@ class Runner:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
+    @property
+    def active(self) -> Mapping[str, Active]:
+        """The runs that this runner executes now."""
+        return self._scheduler.active
+
     def _observe(self, event: Event) -> None:
-        if isinstance(event, CallFinished) and (active := self._scheduler.active.get(event.run_id)) is not None:
+        if isinstance(event, CallFinished) and (active := self.active.get(event.run_id)) is not None:
             if active.calls < self._options.max_calls_per_run:
                 active.calls += 1
                 active.log.record(_call_row(event, active.run.attempt))
@@ -179,9 +186,10 @@ class Runner:
         return request
 
     async def list_runs(self, thread_id: str | None, status: str | None, limit: int, offset: int) -> list[Json]:
-        if thread_id is not None:
+        rows = await self._store.runs.list(thread_id, status, limit, offset)
+        if not rows and thread_id is not None:
             await self._store.threads.get(thread_id)
-        return [run_json(row) for row in await self._store.runs.list(thread_id, status, limit, offset)]
+        return [run_json(row) for row in rows]
 
     async def get_run(self, thread_id: str | None, run_id: str) -> Json:
         return run_json(await self._store.runs.get(run_id, thread_id))
@@ -255,15 +263,7 @@ class Runner:
         return self._graphs.compiled(workflow).get_graph().to_json()
 
     async def graph_schemas(self, workflow: str) -> Json:
-        graph = self._graphs.compiled(workflow)
-        return {
-            "graph_id": workflow,
-            "input_schema": self._graphs.spec(workflow).input_model.model_json_schema(),
-            "output_schema": graph.get_output_jsonschema(),
-            "state_schema": graph.get_output_jsonschema(),
-            "config_schema": None,
-            "context_schema": graph.get_context_jsonschema(),
-        }
+        return self._graphs.schemas(workflow)
 
     # --- operation ---
 
@@ -279,6 +279,10 @@ class Runner:
                 await self._store.threads.delete(thread_id)
             deleted_threads += len(stale)
         return {"runs": deleted_runs, "threads": deleted_threads}
+
+    async def tick(self) -> None:
+        """One round of what `start` repeats: renew leases, obey stop requests, take over orphans."""
+        await self._scheduler.tick()
 
     def metrics_text(self) -> str:
         """Prometheus text."""

@@ -36,7 +36,7 @@ class Runs:
         """
         async with self._db.write() as connection:
             if make_thread:
-                await add_thread(connection, new.thread_id, {}, now, ephemeral=True)
+                await add_thread(connection, new.thread_id, new.metadata, now, ephemeral=True)
             await lock_thread(connection, new.thread_id, now)
             others = await _select(connection, runs.c.thread_id == new.thread_id, runs.c.status.in_(INFLIGHT))
             if others and new.multitask == "reject":
@@ -160,13 +160,12 @@ class Runs:
             asked = update(runs).where(runs.c.run_id == run_id, runs.c.status.in_(INFLIGHT))
             await connection.execute(asked.values(stop_request=stop, updated_at=now))
 
-    async def release(self, run: RunRow, now: float) -> bool:
-        """Gives a running run back to the queue, as a runner does that shuts down; the attempt is not counted."""
+    async def release(self, run: RunRow, now: float, *, counted: bool) -> bool:
+        """Gives a running run back to the queue; its attempt is forgotten unless `counted`."""
+        back = {"status": "pending", "owner": None, "lease_until": None, "updated_at": now}
         async with self._db.write() as connection:
             given = await connection.execute(
-                _mine(run).values(
-                    status="pending", owner=None, lease_until=None, attempt=run.attempt - 1, updated_at=now
-                )
+                _mine(run).values(**back, attempt=run.attempt if counted else run.attempt - 1)
             )
             return given.rowcount == 1
 

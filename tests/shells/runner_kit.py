@@ -5,19 +5,27 @@ import operator
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict
+from time import time
+from typing import Annotated, Any
 
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import interrupt
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypedDict
 
 from deployments.checkpoints import open_checkpointer
 from deployments.runner import Runner
+from deployments.service import RunRequest
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.calls import Call, Chunk, Message, Reply
 from pbkv_ray.core.events import Event
 from pbkv_ray.errors import NotFoundError
 from pbkv_ray.store import Store
+
+
+def request(task: str = "hello", workflow: str = "chain", **given: Any) -> RunRequest:
+    return RunRequest(workflow, {"task": task}, **given)
+
 
 QUICK = RunnerOptions(poll_s=0.02, lease_s=5.0, stop_timeout_s=2.0)
 
@@ -30,6 +38,10 @@ class FakeTransport:
         self.aborted: list[str] = []
         self.let_go = asyncio.Event()
         self.waiting = asyncio.Event()
+
+    @property
+    def agents(self) -> list[str]:
+        return [call.caller.agent for call in self.calls]
 
     async def stream(self, call: Call) -> AsyncIterator[Chunk]:
         self.calls.append(call)
@@ -113,11 +125,22 @@ class Registry:
         return self.specs[name]
 
 
+class Clock:
+    """Starts at a real time, because LangGraph stamps its checkpoints itself; goes on only when told."""
+
+    def __init__(self) -> None:
+        self.now = time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Kit:
-    """Runners on one store. `runner()` starts one; leaving the kit closes them all."""
+    """Runners on one store and one clock. `runner()` starts one; leaving the kit closes them all."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.clock = Clock()
         self.transport = FakeTransport()
         self.emitted: list[Event] = []
         self._stack = AsyncExitStack()
@@ -137,6 +160,12 @@ class Kit:
         self._stack.push_async_callback(made.close)
         return made
 
+    @staticmethod
+    async def no_active(runner: Runner) -> None:
+        """Waits until the runner has let go of all its runs."""
+        await asyncio.gather(*(active.ended.wait() for active in list(runner.active.values())))
+
     def idle_runner(self, options: RunnerOptions = QUICK, **given: Any) -> Runner:
-        given = {"registry": Registry(), "transport": self.transport, "emit": self.emitted.append} | given
+        parts = {"registry": Registry(), "transport": self.transport, "emit": self.emitted.append}
+        given = parts | {"clock": self.clock} | given
         return Runner(self.store, self.checkpointer, options=options, **given)

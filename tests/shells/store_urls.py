@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 SERVER = os.environ.get("PBKV_TEST_POSTGRES_URL")
 
@@ -29,16 +30,11 @@ async def fresh_database(backend: str, folder: Path) -> AsyncIterator[str]:
         return
     assert SERVER is not None
     name = f"pbkv_test_{uuid.uuid4().hex[:12]}"
-    server = await psycopg.AsyncConnection.connect(SERVER, autocommit=True)
+    server_url = make_url(SERVER).set(drivername="postgresql")
+    server = await psycopg.AsyncConnection.connect(server_url.render_as_string(False), autocommit=True)
     async with server:
         await server.execute(f'CREATE DATABASE "{name}"')
         try:
-            yield str(psycopg_url(SERVER, name))
+            yield server_url.set(database=name).render_as_string(hide_password=False)
         finally:
             await server.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
-
-
-def psycopg_url(server: str, database: str) -> str:
-    from sqlalchemy import make_url
-
-    return make_url(server).set(database=database).render_as_string(hide_password=False)

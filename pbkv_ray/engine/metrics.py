@@ -30,7 +30,7 @@ class EngineMetrics:
         from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
         ours = CollectorRegistry()
-        ours.register(_Collector(self, replica))  # type: ignore[arg-type]
+        ours.register(_Collector(self, replica))
         text = generate_latest(ours).decode()
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             theirs = CollectorRegistry()

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
@@ -21,6 +21,8 @@ from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, InputError
 
 HEALTH_POLL_S = 0.05
+
+Outputs = AsyncGenerator[dict[str, Any], None]  # what SGLang's generate_request yields
 
 
 class EngineServer:
@@ -62,7 +64,7 @@ class EngineServer:
         sent, first, output = "", 0.0, None
         self.metrics.running += 1
         try:
-            async with contextlib.aclosing(self._generate(call, prompt)) as outputs:
+            async with contextlib.aclosing(_translated(self._request(call, prompt))) as outputs:
                 async for output in outputs:
                     first = first or time.perf_counter() - started
                     text, meta = output["text"], output["meta_info"]
@@ -141,10 +143,7 @@ class EngineServer:
         elif self._loop is not loop:
             raise EngineError("this engine belongs to another event loop; call it from the loop of its first call")
 
-    def _generate(self, call: Call, prompt: list[int]) -> AsyncIterator[dict[str, Any]]:
-        return _translated(self._request(call, prompt))
-
-    def _request(self, call: Call, prompt: list[int]) -> AsyncIterator[dict[str, Any]]:
+    def _request(self, call: Call, prompt: list[int]) -> Outputs:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         params: dict[str, Any] = {
@@ -163,7 +162,7 @@ class EngineServer:
             cache_salt=call.cache_salt,
             session_id=call.caller.run_id if self.options.policy == "session" else None,
         )
-        generated: AsyncIterator[dict[str, Any]] = self.manager.generate_request(request, None)
+        generated: Outputs = self.manager.generate_request(request, None)
         return generated
 
     def _tokenize(self, call: Call) -> list[int]:
@@ -227,17 +226,17 @@ def _start(arguments: dict[str, Any]) -> Any:
     return Engine(**arguments)
 
 
-async def _translated(outputs: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """SGLang's errors as ours. It raises ValueError for a refused request, HTTPException for a failed one."""
-    from fastapi import HTTPException
-
+async def _translated(outputs: Outputs) -> Outputs:
+    """SGLang's errors as ours: it raises ValueError before a request reaches the scheduler, and lets the scheduler
+    end a stream with an abort that carries a status code."""
     try:
-        async with contextlib.aclosing(outputs) as closing:  # type: ignore[type-var]
-            async for output in closing:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                finish = output["meta_info"]["finish_reason"] or {}
+                status = finish.get("status_code")
+                if status is not None and int(status) >= 400:
+                    kind = InputError if int(status) < 500 else EngineError
+                    raise kind(f"SGLang ended the request: {finish.get('message')}")
                 yield output
     except ValueError as error:
         raise InputError(f"SGLang refused the request: {error}") from error
-    except HTTPException as error:
-        if error.status_code < 500:
-            raise InputError(f"SGLang refused the request: {error.detail}") from error
-        raise EngineError(f"SGLang failed: {error.detail}") from error

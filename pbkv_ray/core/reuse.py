@@ -1,0 +1,524 @@
+"""ReuseIndex: which KV-cache node goes next. Read this first to change the policy; scores are in `core.scores`.
+
+Theory of operation
+1. A node belongs to exactly one owner set (`core.owners`). Sets have a rank; nodes of a set have only recency.
+2. Order, lower goes first: rank of the set, then recency of the node, over all sets of equal rank.
+       (0, owning runs)   retired: every owning run has ended; private before shared
+       (1, score)         active; nodes that nobody owns have score zero
+   With neither forecasts nor endings every rank is (1, 0.0), so the order is LRU over all nodes, exactly.
+3. Only evictable leaves of a tier are in that order: leaves first, locked nodes never. The engine says which they
+   are (`set_tier`), also while a walk is under way: a parent may become a leaf.
+4. Per tier and set: a heap of (recency, ticket, node). Per tier: a heap of (rank, recency of the set's oldest node,
+   ticket, set). Both are lazy: a ticket that is no longer current is dropped when it comes up. A recency that has
+   grown since is put back; recency never shrinks, so the first current entry is the oldest. Both cost O(log n).
+5. A run that changes re-ranks its sets, not its nodes. Nothing here reads a clock: `tick` brings the broadcast one.
+
+Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
+"""
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, Literal, TypeVar
+
+from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.ghost import LearnedReuse, depth_class
+from pbkv_ray.core.owners import Owners, OwnerSet, OwnersOptions, Rank
+from pbkv_ray.core.scores import Score
+from pbkv_ray.core.waits import WaitingTimes
+from pbkv_ray.errors import InputError
+
+N = TypeVar("N", bound=Hashable)
+
+_OFFERED = -1  # ticket of a node that the walk under way has handed out
+
+
+class Tier(IntEnum):
+    DEVICE = 0
+    HOST = 1
+
+
+Reason = Literal["retired", "scored", "recency"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a node goes when it goes. `key` is what nodes are ordered by, lower first."""
+
+    key: tuple[int, float, float]  # 0 retired or 1 active; owning runs or score; recency
+    reason: Reason
+    owners: tuple[tuple[str, tuple[str, ...]], ...]  # active runs, and the agents that have read the node
+    ended_runs: int
+    popular: bool
+
+
+class _Node(Generic[N]):
+    __slots__ = (
+        "children", "depth", "gone", "id", "owned", "parent", "recency", "resident", "ticket", "tokens", "walk",
+    )  # fmt: skip
+
+    def __init__(self, id: N, tokens: int, parent: "_Node[N] | None", owned: OwnerSet, recency: float) -> None:
+        self.id = id
+        self.tokens = tokens
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + parent.tokens  # tokens before it
+        self.owned = owned
+        self.recency = recency
+        self.children = 0
+        self.gone = False
+        self.walk = 0
+        self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
+        self.resident = [False, False]
+
+
+@dataclass(slots=True)
+class IndexCount:
+    unknown_nodes: int = 0  # named by an event, not (or no longer) in the tree
+    split_mismatches: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: {"retired": 0, "scored": 0, "recency": 0})
+
+
+class ReuseIndex(Generic[N]):
+    """One engine's nodes. `N` is any hashable; the engine's own nodes do.
+
+    recency: reads a node's recency from the engine (a growing number, never shrinking). None: the index counts
+             uses itself; then `touch` and `use` are what makes a node recent.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        options: OwnersOptions | None = None,
+        *,
+        recency: Callable[[N], float] | None = None,
+        learned: LearnedReuse | None = None,
+        waits: WaitingTimes | None = None,
+    ) -> None:
+        self.owners = Owners(score, options or OwnersOptions(), learned, waits)
+        self.count = IndexCount()
+        self._nodes: dict[N, _Node[N]] = {}
+        self._read = recency
+        self._uses = 0.0
+        self._tickets = 0
+        self._walks = 0
+        self._order: list[list[tuple[Rank, float, int, OwnerSet]]] = [[], []]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, node: N) -> bool:
+        return node in self._nodes
+
+    # The tree
+
+    def add(self, node: N, tokens: int, parent: N | None = None) -> None:
+        """A new leaf under `parent` (None: under the root, which is no node). Nobody owns it, no tier holds it."""
+        if node in self._nodes:
+            raise InputError(f"node {node!r} is in the index already; remove it first")
+        above = None if parent is None else self._nodes.get(parent)
+        if parent is not None and above is None:
+            self.count.unknown_nodes += 1
+        new = _Node(node, tokens, above, self.owners.nobody, self._now_used())
+        if above is not None:
+            above.children += 1
+        self._nodes[node] = new
+        self._enter(new, self._at_depth(self.owners.nobody, new.depth))
+
+    def split(self, node: N, new_parent: N, tokens: int) -> None:
+        """`new_parent` takes the first `tokens` tokens of `node`, its owners, its tiers and its place in the tree.
+
+        Neither is an evictable leaf of a tier until `set_tier` says so, except that `node` stays what it was.
+        """
+        child = self._nodes.get(node)
+        if child is None or not 0 < tokens < child.tokens:
+            self.count.split_mismatches += 1
+            return
+        upper = _Node(new_parent, tokens, child.parent, child.owned, child.recency)
+        upper.resident = list(child.resident)
+        upper.children = 1
+        self._nodes[new_parent] = upper
+        self._enter(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
+        self._leave(child)
+        child.parent = upper
+        child.depth += tokens
+        child.tokens -= tokens
+        self._enter(child, self._at_depth(child.owned, child.depth))
+
+    def remove(self, node: N) -> None:
+        """The node is in no tier and not in the tree any more. Children go first (InputError)."""
+        gone = self._nodes.get(node)
+        if gone is None:
+            self.count.unknown_nodes += 1
+            return
+        if gone.children:
+            raise InputError(f"node {node!r} still has {gone.children} children; remove them first")
+        del self._nodes[node]
+        self._leave(gone)
+        gone.ticket = [0, 0]
+        gone.gone = True
+        if gone.parent is not None:
+            gone.parent.children -= 1
+
+    def clear(self) -> None:
+        """The cache was emptied. Runs, forecasts and what was learned stay."""
+        for node in self._nodes.values():
+            self._leave(node)
+            node.ticket, node.gone, node.parent = [0, 0], True, None
+        self._nodes.clear()
+        self._order = [[], []]
+
+    def set_tier(self, node: N, tier: Tier, *, resident: bool, evictable: bool) -> None:
+        """Whether `tier` holds the node's KV, and whether it may be evicted from it now (a leaf there, unlocked)."""
+        known = self._nodes.get(node)
+        if known is None:
+            self.count.unknown_nodes += 1
+            return
+        if known.resident[tier] != resident:
+            known.resident[tier] = resident
+            self.owners.count_tokens(known.owned, tier, known.tokens if resident else -known.tokens)
+            self._note_host_only(known)
+        if evictable and known.ticket[tier] == 0:
+            self._push(known, tier)
+        elif not evictable and known.ticket[tier] != 0:
+            if known.ticket[tier] != _OFFERED:
+                known.owned.live[tier] -= 1
+            known.ticket[tier] = 0
+
+    # Use
+
+    def touch(self, node: N) -> None:
+        """Somebody matched the node; it and its ancestors are recent. Only for an index that counts uses itself."""
+        at: _Node[N] | None = self._nodes.get(node)
+        if at is None:
+            self.count.unknown_nodes += 1
+        recency, down = self._now_used(), 0
+        while at is not None:
+            at.recency = max(at.recency, recency - 1e-5 * down)
+            at, down = at.parent, down + 1
+
+    def call(
+        self,
+        run: str,
+        agent: str,
+        *,
+        workflow: str = "",
+        blocks: Sequence[int] | None = None,
+        at_s: float | None = None,
+    ) -> None:
+        """A call of `agent` in `run` begins, once per call. Teaches waiting times, and reuse from its prompt.
+
+        blocks: prefix-chained ids of the prompt's full blocks (ghost.block_hashes of `learned.block_tokens` tokens).
+        at_s: on the broadcast clock; None: the last `tick`.
+        """
+        active = self.owners.run(run, workflow)
+        if active is None:
+            self.owners.count.late_calls += 1
+            return
+        if at_s is not None:
+            self.tick(at_s)
+        self.owners.called(active, agent, blocks, self.owners.now_s)
+
+    def use(self, node: N, run: str | None, agent: str = "", *, workflow: str = "") -> None:
+        """The prompt (or output) of a call ends in `node`: it and all its ancestors are the run's now.
+
+        Called at admission with the deepest matched node and again when the call's tokens are inserted. What the
+        agent read before and this path leaves is no longer fresh. `run` None is foreign traffic.
+        """
+        deepest = self._nodes.get(node)
+        if deepest is None:
+            self.count.unknown_nodes += 1
+            return
+        if self._read is None:
+            self.touch(node)
+        if run is None:
+            self._use_foreign(deepest)
+            return
+        active = self.owners.run(run, workflow)
+        if active is None:
+            self.owners.count.late_calls += 1
+            return
+        bit = self.owners.bit(active, agent)
+        self._walks += 1
+        moves: dict[tuple[OwnerSet, bool], OwnerSet] = {}
+        at: _Node[N] | None = deepest
+        while at is not None:
+            at.walk = self._walks
+            public = at.depth + at.tokens <= active.shared_tokens
+            target = moves.get((at.owned, public))
+            if target is None:
+                target = moves[at.owned, public] = self.owners.add_owner(at.owned, active, bit, public)
+            self._move(at, target)
+            at = at.parent
+        left: _Node[N] | None = active.tips.get(bit)
+        while left is not None and (left.gone or left.walk != self._walks):
+            if not left.gone:
+                self._move(left, self.owners.leave_behind(left.owned, active, bit))
+            left = left.parent
+        active.tips[bit] = deepest
+
+    def _use_foreign(self, deepest: _Node[N]) -> None:
+        at: _Node[N] | None = deepest
+        while at is not None:
+            self._move(at, self.owners.add_foreign(at.owned))
+            at = at.parent
+
+    # Runs
+
+    def update(self, run: str, forecast: Forecast, *, version: int, at_s: float, workflow: str = "") -> None:
+        """What `run` is expected to call next, made at `at_s`. Older versions and ended runs are ignored, counted."""
+        self.tick(at_s)
+        active = self.owners.run(run, workflow)
+        if active is None:
+            self.owners.count.late_forecasts += 1
+            return
+        self.owners.forecast(active, forecast, version, at_s)
+
+    def end(self, run: str, at_s: float | None = None) -> None:
+        """The run has ended; what only ended runs own goes first from now on. Idempotent."""
+        if at_s is not None:
+            self.tick(at_s)
+        self.owners.end(run)
+
+    def tick(self, at_s: float) -> None:
+        """The broadcast clock (seconds): of the last hint, or SGLang's step counter. Never a rank's own clock."""
+        self.owners.tick(at_s)
+
+    # Victims
+
+    def victims(self, tier: Tier) -> Iterator[N]:
+        """Evictable leaves of `tier`, lowest first, for one eviction pass: one at a time, then `close()` it.
+
+        The caller evicts each node before it asks for the next, and reports what that changed with `set_tier`,
+        `split` and `remove`; parents that become leaves take their place in the order. A node that the caller
+        could not evict is not offered again in this pass, and is back in the order once the pass is closed.
+        """
+        offered: list[_Node[N]] = []
+        try:
+            while (node := self._pop(tier)) is not None:
+                offered.append(node)
+                self.count.evictions[self._reason(node.owned)] += 1
+                yield node.id
+        finally:
+            for node in offered:
+                if node.ticket[tier] == _OFFERED:
+                    self.count.evictions[self._reason(node.owned)] -= 1
+                    self._push(node, tier)
+
+    def peek(self, tier: Tier) -> N | None:
+        """The next victim; nothing changes."""
+        node = self._top(tier)
+        return None if node is None else node.id
+
+    def explain(self, node: N) -> Explanation | None:
+        """Where the node stands in the order, and why; None if it is unknown."""
+        known = self._nodes.get(node)
+        if known is None:
+            return None
+        self._refresh()
+        owned = known.owned
+        owners = tuple(
+            (use.run.run_id, tuple(name for name, bit in use.run.agents.items() if ever >> bit & 1))
+            for use, (_, ever, _) in zip(owned.uses, owned.owners, strict=True)
+        )
+        key = (*owned.rank, self._recency(known))
+        return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular))
+
+    def reason(self, node: N) -> Reason:
+        """Why the node would go, for the report of its eviction."""
+        known = self._nodes.get(node)
+        return "recency" if known is None else self._reason(known.owned)
+
+    # What a tier holds
+
+    def retired_tokens(self, tier: Tier) -> int:
+        """Tokens of retired nodes in `tier`, leaves or not."""
+        return self.owners.retired_tokens[tier]
+
+    def residency(self) -> dict[str, tuple[int, int]]:
+        """Run -> (device tokens, host tokens) of the nodes that it owns, shared ones included."""
+        held: dict[str, tuple[int, int]] = {}
+        for owned in self.owners.sets():
+            if owned.tokens[0] or owned.tokens[1]:
+                for use in owned.uses:
+                    device, host = held.get(use.run.run_id, (0, 0))
+                    held[use.run.run_id] = (device + owned.tokens[0], host + owned.tokens[1])
+        return held
+
+    def next_call(self, node: N) -> float:
+        """Paper Eq. 1, Value(node): how often the next calls of its active owners are expected to use it."""
+        known = self._nodes.get(node)
+        if known is None:
+            return 0.0
+        self._refresh()
+        return self.owners.next_call(known.owned)
+
+    def host_only(self) -> Iterator[tuple[float, N]]:
+        """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
+        self._refresh()
+        waiting = [(self.owners.next_call(s), s.serial, s) for s in self.owners.sets() if s.host_only]
+        for value, _, owned in sorted(waiting, key=lambda entry: (-entry[0], entry[1])):
+            if value <= 0:
+                return
+            for node in owned.host_only:
+                yield value, node.id
+
+    def load_path(self, node: N) -> list[tuple[N, int]]:
+        """(node, tokens) from the first ancestor that the device lacks down to `node`. Empty: it cannot be loaded."""
+        at, path = self._nodes.get(node), list[tuple[N, int]]()
+        while at is not None and not at.resident[Tier.DEVICE]:
+            if not at.resident[Tier.HOST]:
+                return []
+            path.append((at.id, at.tokens))
+            at = at.parent
+        return path[::-1]
+
+    # Bookkeeping
+
+    def _now_used(self) -> float:
+        self._uses += 1.0
+        return self._uses
+
+    def _recency(self, node: _Node[N]) -> float:
+        return node.recency if self._read is None else self._read(node.id)
+
+    @staticmethod
+    def _reason(owned: OwnerSet) -> Reason:
+        first, worth = owned.rank
+        return "retired" if first == 0 else "scored" if worth > 0 else "recency"
+
+    def _at_depth(self, owned: OwnerSet, tokens: int) -> OwnerSet:
+        return self.owners.at_depth(owned, depth_class(tokens)) if self.owners.score.learns else owned
+
+    def _move(self, node: _Node[N], owned: OwnerSet) -> None:
+        if owned is not node.owned:
+            self._leave(node)
+            self._enter(node, owned)
+
+    def _leave(self, node: _Node[N]) -> None:
+        owned = node.owned
+        for tier in Tier:
+            if node.ticket[tier] > 0:
+                owned.live[tier] -= 1
+            if node.resident[tier]:
+                self.owners.count_tokens(owned, tier, -node.tokens)
+        owned.host_only.pop(node, None)
+        self.owners.leave(owned)
+
+    def _enter(self, node: _Node[N], owned: OwnerSet) -> None:
+        node.owned = owned
+        self.owners.join(owned)
+        for tier in Tier:
+            if node.resident[tier]:
+                self.owners.count_tokens(owned, tier, node.tokens)
+            if node.ticket[tier] > 0:
+                self._push(node, tier)
+        self._note_host_only(node)
+
+    def _note_host_only(self, node: _Node[N]) -> None:
+        if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]:
+            node.owned.host_only[node] = None
+        else:
+            node.owned.host_only.pop(node, None)
+
+    def _push(self, node: _Node[N], tier: Tier) -> None:
+        owned = node.owned
+        heap: list[tuple[float, int, _Node[N]]] = owned.heaps[tier]
+        owned.live[tier] += 1
+        if len(heap) > 2 * owned.live[tier] + 16:
+            heap[:] = [entry for entry in heap if entry[2].owned is owned and entry[2].ticket[tier] == entry[1]]
+            heapq.heapify(heap)
+        self._tickets += 1
+        node.ticket[tier] = self._tickets
+        heapq.heappush(heap, (self._recency(node), self._tickets, node))
+        if heap[0][1] == self._tickets or not owned.posted[tier]:
+            self._post(owned, tier)
+
+    def _post(self, owned: OwnerSet, tier: Tier) -> None:
+        """Enters the set into the tier's order by its oldest node; earlier entries of it are void."""
+        order = self._order[tier]
+        oldest = self._oldest(owned, tier)
+        if oldest is None:
+            owned.posted[tier] = 0
+            return
+        if len(order) > 4 * self.owners.size + 64:
+            order[:] = [entry for entry in order if entry[3].posted[tier] == entry[2]]
+            heapq.heapify(order)
+        self._tickets += 1
+        owned.posted[tier] = self._tickets
+        heapq.heappush(order, (owned.rank, oldest[0], self._tickets, owned))
+
+    def _oldest(self, owned: OwnerSet, tier: Tier) -> tuple[float, int, _Node[N]] | None:
+        heap: list[tuple[float, int, _Node[N]]] = owned.heaps[tier]
+        while heap:
+            recency, ticket, node = heap[0]
+            if node.ticket[tier] != ticket or node.owned is not owned:
+                heapq.heappop(heap)
+            elif (now := self._recency(node)) != recency:
+                heapq.heapreplace(heap, (now, ticket, node))
+            else:
+                return heap[0]
+        return None
+
+    def _refresh(self) -> None:
+        changed = self.owners.rescore()
+        for owned in changed:
+            for tier in Tier:
+                if owned.live[tier]:
+                    self._post(owned, tier)
+
+    def _top(self, tier: Tier) -> _Node[N] | None:
+        self._refresh()
+        order = self._order[tier]
+        while order:
+            _, recency, ticket, owned = order[0]
+            if owned.posted[tier] != ticket:
+                heapq.heappop(order)
+                continue
+            oldest = self._oldest(owned, tier)
+            if oldest is not None and oldest[0] == recency:
+                return oldest[2]
+            heapq.heappop(order)
+            self._post(owned, tier)
+        return None
+
+    def _pop(self, tier: Tier) -> _Node[N] | None:
+        node = self._top(tier)
+        if node is not None:
+            owned = node.owned
+            heapq.heappop(owned.heaps[tier])
+            owned.live[tier] -= 1
+            node.ticket[tier] = _OFFERED
+            heapq.heappop(self._order[tier])
+            self._post(owned, tier)
+        return node
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError with what is wrong; O(nodes)."""
+        self.owners.check_invariants()
+        members: dict[OwnerSet, list[_Node[N]]] = {}
+        children: dict[_Node[N], int] = {}
+        for node in self._nodes.values():
+            assert not node.gone
+            members.setdefault(node.owned, []).append(node)
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.id) is node.parent, f"parent of {node.id!r} is not in the tree"
+                assert node.depth == node.parent.depth + node.parent.tokens, f"depth of {node.id!r}"
+                children[node.parent] = children.get(node.parent, 0) + 1
+        for node in self._nodes.values():
+            assert node.children == children.get(node, 0), f"children of {node.id!r}"
+        for owned, nodes in members.items():
+            assert owned.nodes == len(nodes), f"{owned.nodes} nodes counted, {len(nodes)} found in {owned.key}"
+            for tier in Tier:
+                tokens = sum(node.tokens for node in nodes if node.resident[tier])
+                assert owned.tokens[tier] == tokens, f"tokens of {owned.key}"
+                live = [node for node in nodes if node.ticket[tier] > 0]
+                assert owned.live[tier] == len(live), f"live nodes of {owned.key}"
+                queued = {entry[2].id for entry in owned.heaps[tier] if entry[2].ticket[tier] == entry[1]}
+                assert queued >= {node.id for node in live}, f"evictable nodes missing from {owned.key}"
+                assert bool(owned.posted[tier]) >= bool(live), f"{owned.key} is not in the order"
+            host_only = {n for n in nodes if n.resident[Tier.HOST] and not n.resident[Tier.DEVICE]}
+            assert set(owned.host_only) == host_only, f"host-only nodes of {owned.key}"
+        for tier in Tier:
+            retired = sum(s.tokens[tier] for s in members if s.rank[0] == 0)
+            assert self.owners.retired_tokens[tier] == retired, f"retired tokens of {tier.name}"

@@ -1,0 +1,105 @@
+"""How long until a silent run calls again: learned waiting times, and what is left of one after some silence.
+
+Waits (start of a call to start of the run's next one) are counted per workflow and agent in bins of equal ratio,
+leaning on the workflow, then on everything seen, then on a broad log-normal: so any shape is learned, and silence
+beyond anything seen means "about as long again" (heavy tail), never "any moment now".
+"""
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+_PER_E = 6  # bins per factor e
+_FIRST_S = 0.01
+_BINS = 17 * _PER_E  # up to about 2.4e5 s, close to three days
+ELAPSED_S: Array = np.concatenate(([0.0], _FIRST_S * np.exp(np.arange(1, _BINS) / _PER_E)))  # lower edges
+_CENTRE_S: Array = _FIRST_S * np.exp((np.arange(_BINS) + 0.5) / _PER_E)
+_KERNEL = np.exp(-0.5 * (np.arange(-3, 4) / 1.5) ** 2)  # an observation is smeared over a quarter of e
+_KERNEL /= _KERNEL.sum()
+
+
+def _lognormal(mean_s: float, sigma: float) -> Array:
+    z = (np.log(_CENTRE_S) - math.log(mean_s)) / sigma
+    p = np.exp(-0.5 * z * z)
+    return np.asarray(p / p.sum())
+
+
+_PRIOR = _lognormal(5.0, 2.0)
+
+
+def at_elapsed(curve: Array, elapsed_s: Array) -> Array:
+    """[n] the value of each row of `curve` [n, C] at its elapsed time, between the grid points of ELAPSED_S."""
+    position = np.zeros(len(elapsed_s))
+    late = elapsed_s > ELAPSED_S[1]
+    position[late] = np.log(elapsed_s[late] / _FIRST_S) * _PER_E
+    position[~late] = elapsed_s[~late] / ELAPSED_S[1]
+    position = np.minimum(position, _BINS - 1.001)
+    lower = position.astype(np.intp)
+    part = position - lower
+    rows = np.arange(len(curve))
+    return np.asarray(curve[rows, lower] * (1 - part) + curve[rows, lower + 1] * part)
+
+
+class WaitingTimes:
+    """Bounded: `max_keys` agents over all workflows; the least recently seen one is forgotten. Not thread-safe."""
+
+    def __init__(self, max_keys: int = 4_096, memory: float = 200.0) -> None:
+        self._max_keys = max_keys
+        self._memory = memory  # observations after which older ones fade
+        self._counts: OrderedDict[tuple[str, ...], Array] = OrderedDict()
+        self._curves: dict[tuple[str, ...], tuple[int, Array, float]] = {}
+        self._seen = 0
+        self.forgotten = 0
+
+    def observe(self, workflow: str, agent: str, seconds: float) -> None:
+        """The run called again `seconds` after a call of `agent` had begun. Negative waits count as zero."""
+        position = math.log(max(seconds, _FIRST_S) / _FIRST_S) * _PER_E
+        centre = min(_BINS - 1, int(position))
+        low, high = max(0, centre - 3), min(_BINS, centre + 4)
+        smear = _KERNEL[low - centre + 3 : high - centre + 3]
+        for key in ((), (workflow,), (workflow, agent)):
+            counts = self._counts.get(key)
+            if counts is None:
+                counts = self._counts[key] = np.zeros(_BINS)
+                self._bound()
+            elif counts.sum() > self._memory:
+                counts *= 0.5
+            self._counts.move_to_end(key)
+            counts[low:high] += smear
+        self._seen += 1
+
+    def _bound(self) -> None:
+        while len(self._counts) > self._max_keys:
+            key, _ = self._counts.popitem(last=False)
+            self._curves.pop(key, None)
+            self.forgotten += 1
+
+    def _density(self, workflow: str, agent: str) -> Array:
+        density = _PRIOR
+        for key, trust in (((), 2.0), ((workflow,), 2.0), ((workflow, agent), 3.0)):
+            counts = self._counts.get(key)
+            if counts is not None:
+                density = (counts + trust * density) / (counts.sum() + trust)
+        return density
+
+    def curve(self, workflow: str, agent: str) -> tuple[Array, float]:
+        """([C] 1 / expected remaining seconds at ELAPSED_S, given the silence so far, the mean wait in seconds)."""
+        key = (workflow, agent)
+        known = self._curves.get(key)
+        # The curve of an agent moves little once it is known: look again after 3 % more observations.
+        if known is not None and self._seen <= known[0] + known[0] // 32:
+            return known[1], known[2]
+        density = self._density(workflow, agent)
+        tail = np.cumsum(density[::-1])[::-1]
+        ahead = np.cumsum((density * _CENTRE_S)[::-1])[::-1]
+        remaining = ahead / np.maximum(tail, 1e-300) - ELAPSED_S
+        mean_s = float(ahead[0])
+        curve = 1.0 / np.maximum(remaining, 0.1 * _FIRST_S)
+        if len(self._curves) >= self._max_keys:
+            self._curves.clear()
+        self._curves[key] = (self._seen, curve, mean_s)
+        return curve, mean_s

@@ -1,0 +1,1 @@
+"""What graph nodes without an LLM do: retrieve, calculate, run tests."""

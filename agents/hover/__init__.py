@@ -1,0 +1,51 @@
+"""What the agents of `hover` share: the state of a run and the start of every prompt."""
+
+from typing import TypedDict
+
+from agents.conversation import Memory
+
+PREAMBLE = """\
+You are one of four agents that check a claim against an encyclopedia, one after the other.
+
+decompose splits the claim into the questions that must be answered, one fact each, in order.
+query writes the words to search for. Good words are the names of people, places and works, not whole sentences.
+analyse reads the passages that were found and notes the one fact in them that matters for the claim.
+judge compares the facts with the claim. Every part of the claim must be confirmed by a fact.
+
+The rules for all agents:
+- Use the passages only. Do not use what you remember.
+- A name in the claim and a name in a passage are the same only when they are spelled the same.
+- One wrong year, place or name makes the whole claim wrong.
+- Answer with the JSON object that is asked for and nothing else. Keep every text short.
+
+Example. Claim: The bridge over the river Torl was built by an engineer who was born in Medin.
+Questions: Who built the bridge over the river Torl? Where was that engineer born?
+Search: bridge river Torl engineer
+Fact: The bridge over the Torl was built by Ana Keld.
+Search: Ana Keld born
+Fact: Ana Keld was born in Oster.
+Verdict: NOT_SUPPORTED, because Oster is not Medin."""
+
+
+class Passage(TypedDict):
+    title: str
+    text: str
+
+
+class HoverState(TypedDict, total=False):
+    """`claim` and `max_hops` are the input; `verdict` is the result."""
+
+    claim: str
+    max_hops: int
+    questions: list[str]
+    hop: int  # searches made so far
+    query: str
+    seen: list[str]  # titles of the passages found so far
+    found: list[Passage]  # the passages of the last search that were not seen before
+    notes: list[str]
+    verdict: str
+    memory: Memory
+
+
+def task(state: HoverState) -> str:
+    return f"Claim: {state['claim']}"

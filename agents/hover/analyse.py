@@ -1,0 +1,21 @@
+"""analyse: notes what the passages just found say about the claim."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from agents.conversation import Line, ask, clip
+from agents.hover import PREAMBLE, HoverState, task
+from pbkv_ray.graph.client import LLM
+
+
+class Note(BaseModel):
+    fact: Line
+    relation: Literal["confirms", "contradicts", "unrelated"]
+
+
+async def run(llm: LLM, state: HoverState) -> HoverState:
+    passages = "\n".join(f"[{found['title']}] {clip(found['text'], 600)}" for found in state["found"])
+    request = f"You are analyse. Passages:\n{passages}\nNote the one fact that matters for the claim."
+    answer, memory = await ask(llm, "analyse", state["memory"], PREAMBLE, task(state), request, Note, max_tokens=140)
+    return {"notes": [*state["notes"], f"{answer.fact} ({answer.relation})"], "memory": memory}

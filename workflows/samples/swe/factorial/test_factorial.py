@@ -1,0 +1,6 @@
+from factorial import factorial
+
+
+def test_factorial():
+    assert factorial(3) == 6
+    assert factorial(0) == 1

@@ -1,0 +1,4 @@
+def larger(a, b):
+    if a > b:
+        return b
+    return a

@@ -73,7 +73,7 @@ def json_body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
-            raise InputError(sentence(error.errors(), "the body")) from None
+            raise InputError(sentence(error.errors(), "the body", value)) from None
 
     return read
 

@@ -63,16 +63,31 @@ def answer(path: str, error: PbkvError) -> Response:
     return error_response(path, status, str(found), headers)
 
 
-def sentence(errors: Sequence[Any], what: str) -> str:
-    """The first of pydantic's errors as a sentence that names the field, its value and the rule."""
-    first = errors[0]
-    # Union branches and model names are pydantic's business; the caller knows fields and positions.
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+def sentence(errors: Sequence[Any], what: str, value: object = None) -> str:
+    """The most specific of pydantic's errors as a sentence that names the field, its value and the rule."""
+    first = max(errors, key=lambda error: len(error["loc"]))
+    where = _place(first["loc"], value)
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "missing":
         return f"{what} lacks {where!r}; add it (the fields are listed at /docs){more}"
     rule = first["msg"][:1].lower() + first["msg"][1:]
     return f"{what}: {where or 'it'} is {shown(first['input'])}; {rule} (the fields are listed at /docs){more}"
+
+
+def _place(location: Sequence[str | int], value: object) -> str:
+    """Fields and positions only: pydantic's locations also name the branches of a union that it tried."""
+    if value is None:
+        return str(location[-1])
+    place: list[str] = []
+    for number, part in enumerate(location):
+        if isinstance(value, dict) and (part in value or number == len(location) - 1):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        place.append(str(part))
+    return ".".join(place)
 
 
 def install(app: FastAPI) -> None:

@@ -127,7 +127,7 @@ class StateAt(Body):
 
 class History(Body):
     limit: Limit = 10
-    before: Id | Checkpoint | Json | None = None
+    before: Id | Json | None = None
     metadata: Json | None = None
     checkpoint: Checkpoint | None = None
     select: Annotated[list[str], Field(max_length=64)] | None = None

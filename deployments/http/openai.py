@@ -73,7 +73,7 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
         try:
             asked = Chat.model_validate(body)
         except ValidationError as error:
-            raise InputError(sentence(error.errors(), "the body")) from None
+            raise InputError(sentence(error.errors(), "the body", body)) from None
         tenant = gateway.tenant(request)
         shows_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         if asked.stream:

@@ -39,6 +39,7 @@ def to_request(gateway: Gateway, request: Request, body: RunCreate, thread_id: s
     checkpoint = body.checkpoint_id or (body.checkpoint.checkpoint_id if body.checkpoint else None)
     if checkpoint:
         configurable["checkpoint_id"] = checkpoint
+    config.pop("configurable", None)
     if configurable:
         config["configurable"] = configurable
     tenant = gateway.tenant(request)

@@ -135,19 +135,15 @@ def _root(checkpoint: models.Checkpoint) -> None:
         raise InputError(f"checkpoint_ns is {shown(checkpoint.checkpoint_ns)}; only the root graph's is served")
 
 
-def _checkpoint_id(before: str | models.Checkpoint | Json | None) -> str | None:
+def _checkpoint_id(before: str | Json | None) -> str | None:
     """`before` as the stock client sends it: an id, a checkpoint, or a config that holds one."""
-    if isinstance(before, models.Checkpoint):
-        if before.checkpoint_id is None:
-            raise InputError("before names no checkpoint_id; send the id of the checkpoint to start from")
-        return before.checkpoint_id
-    if isinstance(before, dict):
-        inner = before.get("configurable")
-        found = inner.get("checkpoint_id") if isinstance(inner, dict) else None
-        if not isinstance(found, str):
-            raise InputError(f"before is {shown(before)}; send the id of the checkpoint to start from")
-        return found
-    return before
+    if not isinstance(before, dict):
+        return before
+    inner = before.get("configurable", before)
+    found = inner.get("checkpoint_id") if isinstance(inner, dict) else None
+    if not isinstance(found, str):
+        raise InputError(f"before is {shown(before)}; send the id of the checkpoint to start from")
+    return found
 
 
 def _holds(row: object, wanted: Json) -> bool:

@@ -137,6 +137,7 @@ class FakeRunService:
         run = self.runs[run_id] = FakeRun(row, request)
         self.cancelled[run_id] = asyncio.Event()
         run.task = asyncio.get_running_loop().create_task(self._execute(run, steps))
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would never end its run
         return dict(row)
 
     async def _execute(self, run: FakeRun, steps: int) -> None:

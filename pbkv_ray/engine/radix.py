@@ -66,13 +66,18 @@ class OwnedRadixCache(UnifiedRadixCache):
             full.shortfall = None
 
 
-def build(ctx: Any) -> Any:
-    """The factory that SGLang's registry calls, with its TreeCacheBuildContext."""
-    ctx.params.tree_core_backend = BACKEND
-    ctx.params.component_registry_override = {
-        **(ctx.params.component_registry_override or {}),
+def select(params: Any) -> None:
+    """Make SGLang's CacheInitParams ask for our tree core and our full-attention component."""
+    params.tree_core_backend = BACKEND
+    params.component_registry_override = {
+        **(params.component_registry_override or {}),
         FULL: OwnedFullComponent,
     }
+
+
+def build(ctx: Any) -> Any:
+    """The factory that SGLang's registry calls, with its TreeCacheBuildContext."""
+    select(ctx.params)
     return create_unified_radix_cache(ctx, cache_class=OwnedRadixCache)
 
 

@@ -114,8 +114,8 @@ class Graphs:
     async def forget(self, thread_id: str) -> None:
         await self._checkpointer.adelete_thread(thread_id)
 
-    async def roll_back(self, run: RunRow) -> None:
-        """Puts the thread back to where it stood before the run.
+    async def roll_back(self, run: RunRow, base_checkpoint: str | None) -> None:
+        """Puts the thread back to where it stood before the run: at a checkpoint, or (None) at nothing.
 
         The savers cannot delete single checkpoints, so a thread with a past gets a copy of its old newest
         checkpoint on top; what the run wrote stays below it, as history.
@@ -123,10 +123,10 @@ class Graphs:
         newest = await self.newest(run.thread_id)
         if newest is None or newest.metadata.get(RUN_KEY) != run.run_id:
             return
-        if run.base_checkpoint is None:
+        if base_checkpoint is None:
             await self.forget(run.thread_id)
             return
-        config = thread_config(run.thread_id, run.base_checkpoint)
+        config = thread_config(run.thread_id, base_checkpoint)
         await self.compiled(run.workflow).aupdate_state(config, None, as_node="__copy__")
 
 

@@ -169,7 +169,8 @@ class Supervisor:
             counted = active.reason == "retry"
             await self._persist(active, lambda: self._store.runs.release(run, self._clock(), counted=counted))
         elif ending is None and active.reason == "rollback":
-            await self._graphs.roll_back(run)
+            stored = await self._store.runs.get(run.run_id)  # the claimed row does not know the base yet
+            await self._graphs.roll_back(run, stored.base_checkpoint)
             undone = stopped("rollback", await self._graphs.view(run.workflow, run.thread_id))
             if await self._persist(active, lambda: self._store.runs.discard(run, undone, self._clock())):
                 self.report(run, undone)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Annotated, Any
 
+from langchain_core.messages import AIMessage
+from langgraph.config import get_stream_writer
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import interrupt
 from pydantic import BaseModel, ConfigDict
@@ -113,11 +115,49 @@ def asking(llm: Any) -> StateGraph[Any, Any, Any, Any]:
     return graph
 
 
+def talking(llm: Any) -> StateGraph[Any, Any, Any, Any]:
+    """speak, which answers with a LangChain message."""
+
+    async def speak(state: State) -> dict[str, Any]:
+        text = await llm.chat([Message("user", state["task"])])
+        return {"messages": [AIMessage(text, id="message-1")]}
+
+    class Talk(State):
+        messages: Annotated[list[Any], operator.add]
+
+    graph = StateGraph(Talk)
+    graph.add_node("speak", speak)
+    graph.add_edge(START, "speak")
+    return graph
+
+
+def counting(llm: Any) -> StateGraph[Any, Any, Any, Any]:
+    """count, which tells every number up to the task's as a custom event."""
+
+    def count(state: State) -> State:
+        write = get_stream_writer()
+        for number in range(int(state["task"])):
+            write({"number": number})
+        return {"said": ["counted"]}
+
+    graph = StateGraph(State)
+    graph.add_node("count", count)
+    graph.add_edge(START, "count")
+    return graph
+
+
+def specs() -> dict[str, Spec]:
+    return {
+        "chain": Spec(("plan", "write"), chain),
+        "asking": Spec(("plan",), asking),
+        "talking": Spec(("speak",), talking),
+        "counting": Spec((), counting),
+    }
+
+
 @dataclass(frozen=True)
 class Registry:
-    specs: dict[str, Spec] = field(
-        default_factory=lambda: {"chain": Spec(("plan", "write"), chain), "asking": Spec(("plan",), asking)}
-    )
+    specs: dict[str, Spec] = field(default_factory=specs)
 
     def get(self, name: str) -> Spec:
         if name not in self.specs:

@@ -129,12 +129,8 @@ class _Families(Collector):
 
     def take(self, families: Iterable[Metric], labels: Mapping[str, str]) -> None:
         for family in families:
-            kind = family.type
-            # Only a name that ends in _total is a counter to the writer; the sample's name must not change.
-            if kind == "counter" and any(not s.name.endswith(("_total", "_created")) for s in family.samples):
-                kind = "unknown"
-            into = self._families.setdefault(family.name, Metric(family.name, family.documentation, kind))
-            if into.type != kind:
+            into = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            if into.type != family.type:
                 self._metrics.conflicts.inc()
                 continue
             # When a counter was made is not worth doubling the text for.

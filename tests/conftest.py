@@ -8,7 +8,8 @@ import pytest
 import pytest_asyncio
 
 from pbkv_ray.config import EngineOptions
-from pbkv_ray.engine.models import DEFAULT_FOLDER, cache_dir, tiny_model as make_tiny_model
+from pbkv_ray.engine.models import DEFAULT_FOLDER, cache_dir
+from pbkv_ray.engine.models import tiny_model as make_tiny_model
 from pbkv_ray.engine.server import EngineServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several engines spin against each other on two cores

@@ -11,23 +11,9 @@ ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "pbkv_ray" / "core").glob("*.py"))
 FOLDERS = ("pbkv_ray", "agents", "workflows", "deployments")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    p for folder in ("pbkv_ray", "agents", "workflows", "deployments") for p in (ROOT / folder).rglob("*.py")
-)
 
 # A core that reads a clock, rolls dice or does IO cannot be replayed.
-IMPURE = set("asyncio time random os logging threading socket subprocess datetime secrets uuid".split())
-    "asyncio",
-    "time",
-    "random",
-    "os",
-    "logging",
-    "threading",
-    "socket",
-    "subprocess",
-    "datetime",
-    "secrets",
-    "uuid",
-}
+IMPURE = {"asyncio", "time", "random", "os", "logging", "threading"} | {"socket", "subprocess", "datetime", "secrets"}
 MAX_LINES = 350
 
 

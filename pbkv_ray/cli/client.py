@@ -20,7 +20,7 @@ def connect(url: str) -> LangGraphClient:
     """The stock client; the key comes from PBKV_API_KEY, if the gateway wants one."""
     import os
 
-    return get_client(url=url, api_key=os.environ.get("PBKV_API_KEY", ""), timeout=httpx.Timeout(None, connect=5.0))
+    return get_client(url=url, api_key=os.environ.get("PBKV_API_KEY", ""), timeout=(5.0, None, None, None))
 
 
 @contextmanager

@@ -76,7 +76,9 @@ def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
     """Ray, the application, and at the end neither. Yields the address."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports are remote code execution
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from deployments.app import AppArgs, run_local, stop_local
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
+    from deployments.app import run_local, stop_local
+    from deployments.settings import AppArgs
 
     if not _is_free(host, port):
         raise InputError(f"port {port} of {host} is taken; name another with --port")
@@ -87,7 +89,7 @@ def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     finally:
         with console.status("stopping"):
-            stop_local(checked)
+            stop_local()
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -44,7 +44,7 @@ def submit(
 
 
 def _inputs(workflow: str, text: str | None, file: Path | None) -> Iterable[dict[str, Any]]:
-    from workflows import registry
+    from workflows.registry import get
 
     if text is not None and file is not None:
         raise InputError("--input and --file were both given; name one")
@@ -56,7 +56,7 @@ def _inputs(workflow: str, text: str | None, file: Path | None) -> Iterable[dict
         if not isinstance(value, dict):
             raise InputError(f"--input is a JSON {type(value).__name__}; it must be an object")
         return [value]
-    spec = registry.get(workflow)
+    spec = get(workflow)
     if file is None:
         return spec.samples()
     if not file.exists():

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
@@ -17,10 +17,12 @@ from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
 from pbkv_ray.engine.metrics import EngineMetrics
 from pbkv_ray.engine.models import resolve_model
+from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, InputError
 
 HEALTH_POLL_S = 0.05
+DEATH_NOTICE_S = 1.0  # for the errors of the calls in flight to leave the process before it may end
 
 Outputs = AsyncGenerator[dict[str, Any], None]  # what SGLang's generate_request yields
 
@@ -31,9 +33,15 @@ class EngineServer:
     Raises InputError or SetupError for a model that cannot be had, EngineError when SGLang does not start.
     """
 
-    def __init__(self, options: EngineOptions, *, replica: str = "local") -> None:
+    def __init__(
+        self, options: EngineOptions, *, replica: str = "local", on_death: Callable[[str], None] | None = None
+    ) -> None:
+        """`on_death` is told in the server's loop, after the calls in flight got their errors."""
         self.options = options
         self.replica = replica
+        self._on_death = on_death
+        self._openai: OpenAIChat | None = None
+        self._created = int(time.time())
         self.epoch = uuid.uuid4().hex  # new at every start: an engine that came back is empty
         accelerator = has_accelerator()
         arguments = engine_arguments(options, resolve_model(options.model), accelerator)
@@ -56,7 +64,7 @@ class EngineServer:
     def pids(self) -> frozenset[int]:
         return self._processes.pids
 
-    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
+    async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """Answer `call` piece by piece; leaving the iterator early aborts the call in the scheduler."""
         self.enter()
         started = time.perf_counter()
@@ -88,18 +96,29 @@ class EngineServer:
         for rid in [rid for rid in self.manager.rid_to_state if rid == call_id or rid.startswith(f"{call_id}_")]:
             self.manager.abort_request(rid)
 
-    def models(self) -> list[dict[str, Any]]:
+    async def openai_chat(
+        self, body: dict[str, Any], caller: Caller | None, cache_salt: str | None
+    ) -> dict[str, Any] | AsyncIterator[bytes]:
+        """OpenAI's chat completions, see `engine.openai.OpenAIChat.answer`."""
+        self.enter()
+        if self._openai is None:
+            self._openai = OpenAIChat(self.engine, served_name(self.options.model), self.abort)
+        body = body if body.get("rid") else {**body, "rid": uuid.uuid4().hex}
+        return await self._openai.answer(body, None if caller is None else custom_params(caller), cache_salt)
+
+    async def models(self) -> dict[str, Any]:
         """The served models as OpenAI's /v1/models lists them."""
         name = served_name(self.options.model)
-        return [{"id": name, "object": "model", "created": 0, "owned_by": "pbkv-ray", "root": name}]
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": "pbkv-ray"}
+        return {"object": "list", "data": [entry]}
 
     async def check_health(self, timeout_s: float = 20.0) -> None:
         """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.
 
         Any output counts as a sign: a scheduler that is busy ignores the question and shows it lives by its work.
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
         from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+        from sglang.srt.managers.io_struct import GenerateReqInput
 
         self.enter()
         manager, asked = self.manager, time.time()
@@ -124,6 +143,16 @@ class EngineServer:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             manager.rid_to_state.pop(request.rid, None)
+
+    async def load(self) -> dict[str, Any]:
+        """The scheduler's own account: running requests, waiting requests, tokens in use (SGLang's LoadInfo)."""
+        self.enter()
+        (found,) = (await self.manager.get_loads())[:1]
+        return {
+            "running": found.num_running_reqs,
+            "waiting": found.num_waiting_reqs,
+            "used_tokens": found.num_used_tokens,
+        }
 
     def metrics_text(self) -> str:
         """SGLang's metrics (`sglang:*`) and ours (`pbkv_engine_*`) in Prometheus text form."""
@@ -207,6 +236,8 @@ class EngineServer:
 
     def _fail_all(self, reason: str) -> None:
         self.metrics.engine_deaths += 1
+        if self._on_death is not None:
+            asyncio.get_running_loop().call_later(DEATH_NOTICE_S, self._on_death, reason)
         for rid, state in list(self.manager.rid_to_state.items()):
             finish = {"type": "abort", "message": f"the engine died: {reason}", "status_code": 503}
             state.finished = True

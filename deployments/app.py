@@ -1,0 +1,100 @@
+"""The composition root: gateway -> runner -> engines, and the controller that hears all of them.
+
+serve run serve.yaml                     on a cluster
+pbkv serve, pbkv demo                    on this machine
+"""
+
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from deployments.engine import EngineDeploymentOptions, engine_app
+from deployments.hosts import GatewayHost, RunnerHost
+from deployments.settings import AppArgs
+from pbkv_ray.control.actor import stop_controller
+from pbkv_ray.engine.models import resolve_model
+from pbkv_ray.errors import UnavailableError
+
+APPLICATION = "pbkv"
+LONGEST_RUN_S = 3_600.0
+
+
+def build(args: dict[str, Any]) -> Any:
+    """The Serve application; `args` are those of AppArgs. Raises ConfigError."""
+    return bind(AppArgs.checked(dict(args)))
+
+
+def bind(args: AppArgs) -> Any:
+    engines = engine_app(
+        args.engine_options(),
+        EngineDeploymentOptions(
+            replicas=args.engine_replicas,
+            autoscaling=_autoscaling(args),
+            environment={"OMP_NUM_THREADS": str(args.engine_threads or _threads(args))},
+        ),
+    )
+    runner = serve.deployment(
+        RunnerHost,
+        name="Runner",
+        num_replicas=args.runner_replicas,
+        max_ongoing_requests=10_000,  # waits and streams are held open here
+        graceful_shutdown_timeout_s=30.0,
+        ray_actor_options={"num_cpus": 0.1},
+    ).bind(args, engines)
+    gateway = serve.deployment(
+        GatewayHost,
+        name="Gateway",
+        num_replicas=args.gateway_replicas,
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=10.0,
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    return gateway.bind(args, runner, engines)
+
+
+def _threads(args: AppArgs) -> int:
+    return max(1, (os.cpu_count() or 1) // args.engine_replicas)
+
+
+def _autoscaling(args: AppArgs) -> dict[str, Any] | None:
+    if args.max_engine_replicas is None:
+        return None
+    return {
+        "min_replicas": args.engine_replicas,
+        "max_replicas": args.max_engine_replicas,
+        "target_ongoing_requests": args.max_running_requests,
+    }
+
+
+def run_local(args: AppArgs, host: str, port: int, *, name: str = APPLICATION) -> None:
+    """Ray on this machine, if there is none in this process, and the application on it; returns when it serves.
+
+    Raises UnavailableError when a part does not start.
+    """
+    resolve_model(args.model)  # what is wrong with the model is better said here than in a replica's log
+    if not ray.is_initialized():
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "local"),
+            num_cpus=max(os.cpu_count() or 1, args.engine_replicas + 1) if "RAY_ADDRESS" not in os.environ else None,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+        )
+    http = HTTPOptions(host=host, port=port, request_timeout_s=LONGEST_RUN_S)
+    serve.start(proxy_location="HeadOnly", http_options=http)
+    try:
+        serve.run(bind(args), name=name, route_prefix="/")
+    except RuntimeError as error:
+        logs = "/tmp/ray/session_latest/logs/serve"
+        raise UnavailableError(f"the application did not start: {error}; its logs are in {logs}") from error
+
+
+def stop_local(*, name: str = APPLICATION) -> None:
+    """Ends the application, its controller and Ray."""
+    serve.shutdown()
+    stop_controller(name)
+    ray.shutdown()

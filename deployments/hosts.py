@@ -1,0 +1,121 @@
+"""The runner and the gateway as Serve replicas: they open what is shared, and hand it to the plain classes."""
+
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from importlib import import_module
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.checkpoints import open_checkpointer
+from deployments.gateway import create_app
+from deployments.metrics import Text
+from deployments.remote import RUN_SERVICE, RemoteRunService, texts_of
+from deployments.runner import Runner
+from deployments.service import RunEvent
+from deployments.settings import AppArgs
+from deployments.transport import HandleTransport
+from pbkv_ray.config import ControllerOptions, RunnerOptions
+from pbkv_ray.control.actor import start_controller
+from pbkv_ray.control.client import ControllerClient
+from pbkv_ray.control.exposition import controller_text
+from pbkv_ray.control.pump import EventPump
+from pbkv_ray.errors import ConfigError, InputError
+from pbkv_ray.store import Store
+
+
+def load_registry(path: str) -> Any:
+    """The mapping that `module:attribute` names. Raises ConfigError."""
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"registry is {path!r}, which cannot be loaded ({error}); give module:attribute") from error
+
+
+def application() -> str:
+    return str(serve.get_replica_context().app_name)
+
+
+class _Reporter:
+    """This process's way to the controller: a pump, and the news that the controller has restarted."""
+
+    def __init__(self, kind: str, application: str) -> None:
+        start_controller(application, ControllerOptions())
+        self.client = ControllerClient(application)
+        self.pump = EventPump(f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.client.send)
+
+
+class RunnerHost:
+    """One runner. `engine` is the handle of the engine deployment."""
+
+    async def __init__(self, args: AppArgs, engine: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._opened = AsyncExitStack()
+        store = await Store.open(args.database_url)
+        self._opened.push_async_callback(store.close)
+        checkpointer = await self._opened.enter_async_context(open_checkpointer(args.database_url))
+        reporter = _Reporter("runner", application())
+        self._opened.push_async_callback(reporter.pump.close)
+        self._runner = Runner(
+            store,
+            checkpointer,
+            load_registry(args.registry),
+            HandleTransport(engine),
+            reporter.pump.emit,
+            RunnerOptions(max_running=args.max_running),
+        )
+        self._opened.push_async_callback(self._runner.close)
+        await self._runner.start()
+
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method not in RUN_SERVICE:
+            raise InputError(f"the runner has no method {method!r}")
+        return await getattr(self._runner, method)(*arguments)
+
+    async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncIterator[RunEvent]:
+        async for event in self._runner.stream_run(thread_id, run_id, after):
+            yield event
+
+    async def labelled_metrics(self) -> tuple[str, str]:
+        """This replica's id, and its metrics as a Prometheus text."""
+        return str(serve.get_replica_context().replica_id.unique_id), self._runner.metrics_text()
+
+    async def __del__(self) -> None:
+        """Serve awaits it: runs in flight go back to the queue, for the next runner."""
+        if (opened := getattr(self, "_opened", None)) is not None:
+            await opened.aclose()
+
+
+@serve.ingress()
+class GatewayHost:
+    """One HTTP gateway."""
+
+    def __init__(self, args: AppArgs, runner: DeploymentHandle, engine: DeploymentHandle) -> None:
+        self._args = args
+        self._runner = runner
+        self._engine = engine
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Serve's
+        self._reporter = _Reporter("gateway", application())
+        registry = load_registry(self._args.registry)
+
+        async def controller() -> Text:
+            return controller_text(await self._reporter.client.counts())
+
+        return create_app(
+            RemoteRunService(self._runner),
+            HandleTransport(self._engine),
+            self._args.gateway_options(),
+            workflows={name: spec.description for name, spec in registry.items()},
+            emit=self._reporter.pump.emit,
+            metrics_parts={
+                "engine": lambda: texts_of(self._engine),
+                "runner": lambda: texts_of(self._runner),
+                "controller": controller,
+            },
+            about={"model": self._args.model, "policy": self._args.policy},
+        )

@@ -1,0 +1,108 @@
+"""The arguments of the application, as `serve run serve.yaml`, `pbkv serve` and tests give them."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deployments.http.options import GatewayOptions, check_exposure
+from pbkv_ray.config import POLICIES, EngineOptions
+from pbkv_ray.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+def data_dir() -> Path:
+    """Where runs and secrets lie by default: $XDG_DATA_HOME/pbkv-ray."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "pbkv-ray"
+
+
+class AppArgs(BaseModel):
+    """Checked when made; `checked` turns pydantic's errors into ours."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "default"
+    policy: str = "lru"
+    engine_replicas: Positive = 1
+    max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two
+    tensor_parallel: Positive = 1
+    device_pool_tokens: Annotated[int, Field(ge=0)] = 32_768
+    host_pool_ratio: Annotated[float, Field(ge=0)] = 2.0
+    context_length: Positive = 8_192
+    max_running_requests: Positive = 16
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    engine_extra: dict[str, Any] = {}  # passed to sglang.Engine as they are
+    engine_threads: Positive | None = None  # CPU engines only; default: the machine's cores over the replicas
+
+    runner_replicas: Positive = 1
+    max_running: Positive = 64  # runs in flight, a runner
+    database: str | None = None  # SQLAlchemy URL
+    gateway_replicas: Positive = 1
+    host: str = "127.0.0.1"  # where the proxy listens; beyond loopback, API keys are required
+    api_keys_file: Path | None = None  # one key a line
+    salt_secret_file: Path | None = None  # tenants' cache salts; the same on every node
+    registry: str = "workflows.registry:REGISTRY"  # module:attribute, a mapping from names to WorkflowSpecs
+
+    @classmethod
+    def checked(cls, values: dict[str, Any]) -> "AppArgs":
+        """Raises ConfigError for anything that could only fail later, in a replica."""
+        try:
+            args = cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "arguments"
+            raise ConfigError(f"{where} is {first.get('input')!r}: {first['msg']}") from error
+        args.engine_options()
+        check_exposure(args.host, args.gateway_options())
+        if args.runner_replicas > 1 and args.database_url.startswith("sqlite"):
+            raise ConfigError(
+                f"runner_replicas is {args.runner_replicas} and the database is SQLite, which serves one runner; "
+                "name a PostgreSQL database"
+            )
+        return args
+
+    @property
+    def database_url(self) -> str:
+        return self.database or f"sqlite+aiosqlite:///{data_dir() / 'runs.sqlite'}"
+
+    def engine_options(self) -> EngineOptions:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy is {self.policy!r}; known are {', '.join(POLICIES)}")
+        return EngineOptions(
+            model=self.model,
+            policy=self.policy,
+            device_pool_tokens=self.device_pool_tokens,
+            host_pool_ratio=self.host_pool_ratio,
+            write_policy=self.write_policy,
+            context_length=self.context_length,
+            max_running_requests=self.max_running_requests,
+            tensor_parallel=self.tensor_parallel,
+            extra=dict(self.engine_extra),
+        )
+
+    def gateway_options(self) -> GatewayOptions:
+        if self.api_keys_file is None:
+            return GatewayOptions()
+        try:
+            lines = self.api_keys_file.read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"api_keys_file {self.api_keys_file} cannot be read: {error}") from error
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not keys:
+            raise ConfigError(f"api_keys_file {self.api_keys_file} holds no key; write one a line")
+        return GatewayOptions(api_keys=keys, salt_secret=self._salt_secret())
+
+    def _salt_secret(self) -> str:
+        """The named file's, or one that is made once for this machine."""
+        path = self.salt_secret_file or data_dir() / "salt-secret"
+        if self.salt_secret_file is None and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+        try:
+            return path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"salt_secret_file {path} cannot be read: {error}") from error

@@ -156,6 +156,7 @@ class LearnedReuse:
         self._max_prompt_blocks = max_prompt_blocks
         self._runs: OrderedDict[str, dict[str, _Prompt]] = OrderedDict()
         self._counts: OrderedDict[str, _Counts] = OrderedDict()
+        self._blank = _Counts()  # of workflows without observations
         self._total = np.zeros((2, 4, len(DEPTHS)))
         self._total_cross = np.zeros((2, 2))
         self._witness: OrderedDict[tuple[str, str], list[tuple[str, array[int]]]] = OrderedDict()
@@ -202,8 +203,9 @@ class LearnedReuse:
 
     def rates(self, workflow: str, agents: Sequence[str]) -> Rates:
         """What is known of these agents now, one column each."""
-        counts = self._counts.get(workflow) or _Counts()
-        if counts.rates is None or counts.seen >= counts.seen_at_rates + 1 + counts.seen_at_rates // 32:
+        counts = self._counts.get(workflow, self._blank)
+        # Rates move little once much was seen: look again after 3 % more observations.
+        if counts.rates is None or counts.seen > counts.seen_at_rates + counts.seen_at_rates // 32:
             counts.rates = self._estimate(counts)
             counts.seen_at_rates = counts.seen
         kind, cross = counts.rates

@@ -27,6 +27,7 @@ _MASK = (1 << 64) - 1
 _ALL_KEY = (_MASK, _MASK, True, 0)  # knows everything: the upper estimate of a popular node
 
 Rank = tuple[int, float]  # lower goes first: (0, owning runs) for retired sets, (1, score) for all others
+RETIRED, ACTIVE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class OwnerSet:
     popular: str = ""
     slot: int = 0
     uses: tuple[_Use, ...] = ()
-    rank: Rank = (1, 0.0)
+    band: int = ACTIVE
     nodes: int = 0
     tokens: list[int] = field(default_factory=lambda: [0, 0])  # resident per tier
     span: tuple[int, int] = (0, 0)  # its pairs
@@ -167,6 +168,7 @@ class Owners:
         self._curve: Array = np.ones((16, len(ELAPSED_S)))
         self._later_s: Array = np.zeros((16, horizon))
         self._scores: Array = np.zeros(64)
+        self.first = [np.full(64, np.inf), np.full(64, np.inf)]  # kept by core.reuse: oldest recency, per tier
         self._pair_set: npt.NDArray[np.intp] = np.zeros(256, np.intp)
         self._pair_use: npt.NDArray[np.intp] = np.zeros(256, np.intp)
         self._pairs = 0
@@ -314,10 +316,16 @@ class Owners:
         return self._intern(owners, owned.ended, owned.foreign, owned.public, owned.depth, "")
 
     def add_foreign(self, owned: OwnerSet) -> OwnerSet:
-        """Traffic without a run has read the node: it is never retired again. Nodes nobody owns stay so."""
-        if owned.foreign or not (owned.owners or owned.ended or owned.popular):
+        """Traffic without a run has read the node: it is never retired again."""
+        if owned.foreign:
             return owned
         return self._intern(owned.owners, owned.ended, True, owned.public, owned.depth, owned.popular)
+
+    def add_late(self, owned: OwnerSet) -> OwnerSet:
+        """Only a run that has ended has read the node (its last tokens came late): retired from the start."""
+        if owned.owners or owned.ended or owned.foreign or owned.popular:
+            return owned
+        return self._intern((), 1, False, owned.public, owned.depth, "")
 
     def at_depth(self, owned: OwnerSet, depth: int) -> OwnerSet:
         if owned.depth == depth:
@@ -334,7 +342,7 @@ class Owners:
 
     def count_tokens(self, owned: OwnerSet, tier: int, tokens: int) -> None:
         owned.tokens[tier] += tokens
-        if owned.rank[0] == 0:
+        if owned.band == RETIRED:
             self.retired_tokens[tier] += tokens
 
     def _intern(
@@ -346,17 +354,22 @@ class Owners:
         self._serial += 1
         new = OwnerSet(self._serial, owners, ended, foreign, public, depth, popular)
         self._sets[new.key] = self._all[new] = new
+        if popular or owners:
+            new.slot = self._set_slots.take()
+            self._scores = _room(self._scores, new.slot)
+            self.first = [_room(first, new.slot) for first in self.first]
+            for first in self.first:
+                first[new.slot] = np.inf
+            self._active[new.slot] = new
         if popular:
             self._popular[new] = None
+            self._stale = True
         elif owners:
             new.uses = tuple(
                 self._use(self._by_serial[serial], (ever, fresh, new.shared, depth)) for serial, ever, fresh in owners
             )
             for use in new.uses:
                 use.sets[new] = None
-            new.slot = self._set_slots.take()
-            self._scores = _room(self._scores, new.slot)
-            self._active[new.slot] = new
             self._add_pairs(new)
         self._rank(new)
         return new
@@ -392,27 +405,35 @@ class Owners:
         if owned.slot:
             self._drop_pairs(owned)
             del self._active[owned.slot]
+            for first in self.first:
+                first[owned.slot] = np.inf
             self._set_slots.give(owned.slot)
             self._scores[owned.slot] = 0.0
             owned.slot = 0
 
+    def rank(self, owned: OwnerSet) -> Rank:
+        """As of the last `rescore`."""
+        if owned.band == RETIRED:
+            return (RETIRED, float(self.options.max_owners + 1 if owned.popular else owned.ended))
+        return (ACTIVE, self.worth(owned))
+
+    def worth(self, owned: OwnerSet) -> float:
+        return float(self._scores[owned.slot])
+
     def _rank(self, owned: OwnerSet) -> None:
-        """Scores are left to `rescore`."""
+        """Retired or not; scores are left to `rescore`."""
         if owned.popular:
-            live = any(owned.popular in (r.workflow, _EVERY_WORKFLOW) for r in self.runs.values())
-            owners = self.options.max_owners + 1
+            live = any(owned.popular in (run.workflow, _EVERY_WORKFLOW) for run in self.runs.values())
         else:
-            live, owners = bool(owned.owners), owned.ended
-        old = owned.rank
-        before = old[0]
-        retired = self.score.retired_first and not live and owners > 0 and not owned.foreign
-        owned.rank = (0, float(owners)) if retired else (1, owned.rank[1] if before and live else 0.0)
-        if owned.rank != old:
-            self._moved[owned] = None
-        if owned.rank[0] != before:
+            live = bool(owned.owners)
+        used = owned.ended > 0 or bool(owned.popular)
+        retired = self.score.retired_first and used and not live and not owned.foreign
+        if retired != (owned.band == RETIRED):
+            owned.band = RETIRED if retired else ACTIVE
             sign = 1 if retired else -1
             self.retired_tokens[0] += sign * owned.tokens[0]
             self.retired_tokens[1] += sign * owned.tokens[1]
+        self._moved[owned] = None
 
     def _rank_popular(self) -> None:
         for owned in self._popular:
@@ -428,8 +449,8 @@ class Owners:
     # Scores
 
     def rescore(self) -> list[OwnerSet]:
-        """Brings every rank up to date; returns the sets whose rank changed since the last call. Cheap when nothing
-        happened."""
+        """Brings scores up to date; returns the sets that became or ceased to be retired, or worth nothing, since the
+        last call. One pass over arrays, and nothing per set that only became worth more or less."""
         changed = list(self._moved)
         self._moved.clear()
         moved = self.score.timed and self.now_s - self._scored_s >= self.options.rescore_s
@@ -446,15 +467,23 @@ class Owners:
         else:
             np.maximum.at(scores, sets, shares[uses])
         scores[0] = 0.0
+        self._score_popular(scores, shares)
         old = self._scores[: len(scores)]
-        for slot in np.flatnonzero(scores != old).tolist():
-            owned = self._active[slot]
-            owned.rank = (1, float(scores[slot]))
-            changed.append(owned)
+        changed += [self._active[slot] for slot in np.flatnonzero((scores > 0) != (old > 0)).tolist()]
         self._scores[: len(scores)] = scores
-        changed.extend(self._rescore_popular(shares))
         self._stale, self._scored_s = False, self.now_s
         return changed
+
+    def lowest(self, tier: int) -> OwnerSet | None:
+        """Of the sets of positive score that have a node in `first[tier]`: the one whose oldest node goes first."""
+        high = self._set_slots.high
+        first, scores = self.first[tier][:high], self._scores[:high]
+        candidate = (scores > 0) & (first < np.inf)
+        worth = np.where(candidate, scores, np.inf)
+        least = worth.min()
+        if least == np.inf:
+            return None
+        return self._active[int(np.where(worth == least, first, np.inf).argmin())]
 
     def _shares(self) -> Array:
         """[use slots]: what one use of a node is worth now; zero once its forecast has aged out."""
@@ -468,16 +497,11 @@ class Owners:
         m = self._use_slots.high
         return np.asarray((self._weights[:m] * discounts[self._use_run[:m]]).sum(1))
 
-    def _rescore_popular(self, shares: Array) -> Iterator[OwnerSet]:
+    def _score_popular(self, scores: Array, shares: Array) -> None:
         for owned in self._popular:
-            if owned.rank[0] == 1:
-                worth = 0.0
-                for run in self.runs.values():
-                    if owned.popular in (run.workflow, _EVERY_WORKFLOW):
-                        worth += float(shares[run.uses[_ALL_KEY].slot])
-                if worth != owned.rank[1]:
-                    owned.rank = (1, worth)
-                    yield owned
+            for run in self.runs.values():
+                if owned.popular in (run.workflow, _EVERY_WORKFLOW):
+                    scores[owned.slot] += shares[run.uses[_ALL_KEY].slot]
 
     def next_call(self, owned: OwnerSet) -> float:
         """Paper Eq. 1: what the next calls of the owners are expected to use of the set's nodes. After `rescore`."""
@@ -587,11 +611,11 @@ class Owners:
             assert [use.run.serial for use in owned.uses] == [owner[0] for owner in owned.owners]
             assert uses.issuperset(owned.uses), f"{owned.key} is owned by a run that has ended"
             assert all(owned in use.sets for use in owned.uses)
-            assert (owned.slot > 0) == bool(owned.owners)
+            assert (owned.slot > 0) == bool(owned.owners or owned.popular)
             start, end = owned.span
             assert (self._pair_set[start:end] == owned.slot).all()
             assert self._pair_use[start:end].tolist() == [use.slot for use in owned.uses]
-        assert set(self._active.values()) == {owned for owned in self._all if owned.owners}
+        assert set(self._active.values()) == {owned for owned in self._all if owned.slot}
         assert all(use.sets or use.key == _ALL_KEY for use in uses), "a use without a set"
         assert all(owned in self._all for use in uses for owned in use.sets)
         assert self._pairs_live == sum(len(owned.uses) for owned in self._active.values())

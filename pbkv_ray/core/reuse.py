@@ -9,8 +9,10 @@ Theory of operation
 3. Only evictable leaves of a tier are in that order: leaves first, locked nodes never. The engine says which they
    are (`set_tier`), also while a walk is under way: a parent may become a leaf.
 4. Per tier and set: a heap of (recency, ticket, node). Per tier: a heap of (rank, recency of the set's oldest node,
-   ticket, set). Both are lazy: a ticket that is no longer current is dropped when it comes up. A recency that has
-   grown since is put back; recency never shrinks, so the first current entry is the oldest. Both cost O(log n).
+   ticket, set) over the sets that are retired or worth nothing. Both are lazy: a ticket that is no longer current is
+   dropped when it comes up. A recency that has grown since is put back; recency never shrinks, so the first current
+   entry is the oldest. Both cost O(log n). Sets of positive score are hundreds, and may all change with every tick:
+   they are never sorted; the lowest is found by one pass over an array (`Owners.lowest`).
 5. A run that changes re-ranks its sets, not its nodes. Nothing here reads a clock: `tick` brings the broadcast one.
 
 Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
@@ -20,17 +22,19 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import Generic, Literal, TypeVar
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse, depth_class
-from pbkv_ray.core.owners import Owners, OwnerSet, OwnersOptions, Rank
+from pbkv_ray.core.owners import ACTIVE, RETIRED, Owners, OwnerSet, OwnersOptions, Rank
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
 from pbkv_ray.errors import InputError
 
 N = TypeVar("N", bound=Hashable)
 
+_WORTHLESS: Rank = (ACTIVE, 0.0)
 _OFFERED = -1  # ticket of a node that the walk under way has handed out
 
 
@@ -39,6 +43,7 @@ class Tier(IntEnum):
     HOST = 1
 
 
+_TIERS = (Tier.DEVICE, Tier.HOST)
 Reason = Literal["retired", "scored", "recency"]
 
 
@@ -232,11 +237,12 @@ class ReuseIndex(Generic[N]):
         if self._read is None:
             self.touch(node)
         if run is None:
-            self._use_foreign(deepest)
+            self._mark(deepest, self.owners.add_foreign)
             return
         active = self.owners.run(run, workflow)
         if active is None:
             self.owners.count.late_calls += 1
+            self._mark(deepest, self.owners.add_late)
             return
         bit = self.owners.bit(active, agent)
         self._walks += 1
@@ -257,10 +263,10 @@ class ReuseIndex(Generic[N]):
             left = left.parent
         active.tips[bit] = deepest
 
-    def _use_foreign(self, deepest: _Node[N]) -> None:
+    def _mark(self, deepest: _Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
         at: _Node[N] | None = deepest
         while at is not None:
-            self._move(at, self.owners.add_foreign(at.owned))
+            self._move(at, change(at.owned))
             at = at.parent
 
     # Runs
@@ -321,7 +327,7 @@ class ReuseIndex(Generic[N]):
             (use.run.run_id, tuple(name for name, bit in use.run.agents.items() if ever >> bit & 1))
             for use, (_, ever, _) in zip(owned.uses, owned.owners, strict=True)
         )
-        key = (*owned.rank, self._recency(known))
+        key = (*self.owners.rank(owned), self._recency(known))
         return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular))
 
     def reason(self, node: N) -> Reason:
@@ -382,10 +388,10 @@ class ReuseIndex(Generic[N]):
     def _recency(self, node: _Node[N]) -> float:
         return node.recency if self._read is None else self._read(node.id)
 
-    @staticmethod
-    def _reason(owned: OwnerSet) -> Reason:
-        first, worth = owned.rank
-        return "retired" if first == 0 else "scored" if worth > 0 else "recency"
+    def _reason(self, owned: OwnerSet) -> Reason:
+        if owned.band == RETIRED:
+            return "retired"
+        return "scored" if self.owners.worth(owned) > 0 else "recency"
 
     def _at_depth(self, owned: OwnerSet, tokens: int) -> OwnerSet:
         return self.owners.at_depth(owned, depth_class(tokens)) if self.owners.score.learns else owned
@@ -397,7 +403,7 @@ class ReuseIndex(Generic[N]):
 
     def _leave(self, node: _Node[N]) -> None:
         owned = node.owned
-        for tier in Tier:
+        for tier in _TIERS:
             if node.ticket[tier] > 0:
                 owned.live[tier] -= 1
             if node.resident[tier]:
@@ -408,7 +414,7 @@ class ReuseIndex(Generic[N]):
     def _enter(self, node: _Node[N], owned: OwnerSet) -> None:
         node.owned = owned
         self.owners.join(owned)
-        for tier in Tier:
+        for tier in _TIERS:
             if node.resident[tier]:
                 self.owners.count_tokens(owned, tier, node.tokens)
             if node.ticket[tier] > 0:
@@ -431,22 +437,25 @@ class ReuseIndex(Generic[N]):
         self._tickets += 1
         node.ticket[tier] = self._tickets
         heapq.heappush(heap, (self._recency(node), self._tickets, node))
-        if heap[0][1] == self._tickets or not owned.posted[tier]:
+        if heap[0][1] == self._tickets or owned.live[tier] == 1:
             self._post(owned, tier)
 
     def _post(self, owned: OwnerSet, tier: Tier) -> None:
-        """Enters the set into the tier's order by its oldest node; earlier entries of it are void."""
-        order = self._order[tier]
+        """Makes the set's oldest node of the tier known to the order; what was known before is void."""
         oldest = self._oldest(owned, tier)
-        if oldest is None:
-            owned.posted[tier] = 0
+        owned.posted[tier] = 0
+        if owned.slot:
+            self.owners.first[tier][owned.slot] = inf if oldest is None else oldest[0]
+        rank = self.owners.rank(owned)
+        if oldest is None or rank > _WORTHLESS:
             return
+        order = self._order[tier]
         if len(order) > 4 * self.owners.size + 64:
             order[:] = [entry for entry in order if entry[3].posted[tier] == entry[2]]
             heapq.heapify(order)
         self._tickets += 1
         owned.posted[tier] = self._tickets
-        heapq.heappush(order, (owned.rank, oldest[0], self._tickets, owned))
+        heapq.heappush(order, (rank, oldest[0], self._tickets, owned))
 
     def _oldest(self, owned: OwnerSet, tier: Tier) -> tuple[float, int, _Node[N]] | None:
         heap: list[tuple[float, int, _Node[N]]] = owned.heaps[tier]
@@ -461,9 +470,8 @@ class ReuseIndex(Generic[N]):
         return None
 
     def _refresh(self) -> None:
-        changed = self.owners.rescore()
-        for owned in changed:
-            for tier in Tier:
+        for owned in self.owners.rescore():
+            for tier in _TIERS:
                 if owned.live[tier]:
                     self._post(owned, tier)
 
@@ -474,12 +482,17 @@ class ReuseIndex(Generic[N]):
             _, recency, ticket, owned = order[0]
             if owned.posted[tier] != ticket:
                 heapq.heappop(order)
-                continue
-            oldest = self._oldest(owned, tier)
-            if oldest is not None and oldest[0] == recency:
+            elif (oldest := self._oldest(owned, tier)) is not None and oldest[0] == recency:
                 return oldest[2]
-            heapq.heappop(order)
-            self._post(owned, tier)
+            else:
+                heapq.heappop(order)
+                self._post(owned, tier)
+        while (lowest := self.owners.lowest(tier)) is not None:
+            oldest = self._oldest(lowest, tier)
+            known = self.owners.first[tier][lowest.slot]
+            if oldest is not None and oldest[0] == known:
+                return oldest[2]
+            self._post(lowest, tier)
         return None
 
     def _pop(self, tier: Tier) -> _Node[N] | None:
@@ -489,12 +502,12 @@ class ReuseIndex(Generic[N]):
             heapq.heappop(owned.heaps[tier])
             owned.live[tier] -= 1
             node.ticket[tier] = _OFFERED
-            heapq.heappop(self._order[tier])
             self._post(owned, tier)
         return node
 
     def check_invariants(self) -> None:
         """Raises AssertionError with what is wrong; O(nodes)."""
+        self._refresh()
         self.owners.check_invariants()
         members: dict[OwnerSet, list[_Node[N]]] = {}
         children: dict[_Node[N], int] = {}
@@ -509,16 +522,19 @@ class ReuseIndex(Generic[N]):
             assert node.children == children.get(node, 0), f"children of {node.id!r}"
         for owned, nodes in members.items():
             assert owned.nodes == len(nodes), f"{owned.nodes} nodes counted, {len(nodes)} found in {owned.key}"
-            for tier in Tier:
+            for tier in _TIERS:
                 tokens = sum(node.tokens for node in nodes if node.resident[tier])
                 assert owned.tokens[tier] == tokens, f"tokens of {owned.key}"
                 live = [node for node in nodes if node.ticket[tier] > 0]
                 assert owned.live[tier] == len(live), f"live nodes of {owned.key}"
                 queued = {entry[2].id for entry in owned.heaps[tier] if entry[2].ticket[tier] == entry[1]}
                 assert queued >= {node.id for node in live}, f"evictable nodes missing from {owned.key}"
-                assert bool(owned.posted[tier]) >= bool(live), f"{owned.key} is not in the order"
+                if live and self.owners.rank(owned) <= _WORTHLESS:
+                    assert owned.posted[tier], f"{owned.key} is not in the order"
+                if live and owned.slot:
+                    assert self.owners.first[tier][owned.slot] <= min(map(self._recency, live))
             host_only = {n for n in nodes if n.resident[Tier.HOST] and not n.resident[Tier.DEVICE]}
             assert set(owned.host_only) == host_only, f"host-only nodes of {owned.key}"
-        for tier in Tier:
-            retired = sum(s.tokens[tier] for s in members if s.rank[0] == 0)
+        for tier in _TIERS:
+            retired = sum(s.tokens[tier] for s in members if s.band == RETIRED)
             assert self.owners.retired_tokens[tier] == retired, f"retired tokens of {tier.name}"

@@ -88,8 +88,10 @@ class Model(RuleBasedStateMachine):
             leaf = self.nodes[n]
             leaf.recency = max(leaf.recency, now - depth * 1e-5)
             if run is None:
-                leaf.foreign = leaf.foreign or bool(leaf.readers)
-            elif run not in self.ended:
+                leaf.foreign = True
+            elif run in self.ended:  # late tokens: what nobody else has read is retired from the start
+                leaf.readers = leaf.readers or ({run} if not leaf.foreign else set())
+            else:
                 leaf.ever.setdefault(run, set()).add(agent)
                 leaf.readers.add(run)
         if run is not None and run not in self.ended:
@@ -227,4 +229,4 @@ TestPaper = _machine(PaperScore()).TestCase
 TestRetiredFirst = _machine(RecencyScore("lae", retired_first=True)).TestCase
 TestRecency = _machine(RecencyScore()).TestCase
 for case in (TestPaper, TestRetiredFirst, TestRecency):
-    case.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

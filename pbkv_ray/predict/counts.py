@@ -1,44 +1,52 @@
 """Variable-order transition counts: the forecast from the first run on, and the baseline for every model.
 
-For each context (the last 0, 1, ... `order` agents of a run, the run's beginning included) and each step k one row
-counts which agent made call k after it, or that the run ended there. Rows of longer contexts back off to shorter
-ones, and the shortest to the LangGraph graph's own edges. Counting every step directly needs no Markov assumption
-and costs one gather per forecast; propagating one-step counts was worse on the traces (tests/replay/LOG.md).
+A *context* is something a run has in common with others: its last agents (the beginning of the run included), its
+last visits (consecutive calls of one agent) with their lengths, how often it has visited the current agent. Each
+context has one row per step k: which agent made call k after it, or that the run ended there. Within a family of
+contexts longer ones back off to shorter ones and those to the LangGraph graph's own edges; the families are mixed
+log-linearly with weights learned online. Counting every step directly needs no Markov assumption and costs one
+gather per forecast; propagating one-step counts was worse on the traces (tests/replay/LOG.md).
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
 from pbkv_ray.errors import ConfigError
+from pbkv_ray.predict.prior import first_agents, propagate
 from pbkv_ray.predict.waits import Waits
 
 END = 0  # internal column of END: first, so that agents can be added behind it
 _BEGIN = -1  # stands before a run's first agent
-_Context = tuple[int, ...]
+_VISITS, _VISITED = -2, -3  # tags of the other families' contexts; suffixes have none
+_FLOOR = 1e-6  # least probability of a family before mixing
 
 
 @dataclass(frozen=True, slots=True)
 class CountsOptions:
-    """`strength[min(j, len - 1)]` is the weight, in observations, of the shorter context in one of j agents."""
+    """`strength` is the weight, in observations, of the next shorter context: of the shortest two, and beyond."""
 
-    order: int = 8
+    order: int = 8  # agents of the longest suffix
+    visits: int = 4  # earlier visits of the longest visit context; 0 leaves the families of visits out
     horizon: int = 10
-    strength: tuple[float, ...] = (2.0, 4.0)
+    strength: tuple[float, float] = (2.0, 4.0)
+    learning_rate: float = 0.1  # of the families' weights
     graph_trust: float = 0.9  # share of the graph's edges in the prior; the rest is uniform (`Command(goto=...)`)
     max_contexts: int = 20_000  # per workflow
+    max_positions: int = 4_096  # per workflow: paths remembered so that a run's next call costs one step
     max_workflows: int = 256
     max_agents: int = 256  # per workflow
 
     def __post_init__(self) -> None:
-        for name in ("order", "horizon", "max_contexts", "max_workflows", "max_agents"):
+        for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"CountsOptions.{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.strength or min(self.strength) <= 0:
+        if min(self.strength) <= 0:
             raise ConfigError(f"CountsOptions.strength is {self.strength}; it needs numbers above zero")
         if not 0 <= self.graph_trust < 1:
             raise ConfigError(f"CountsOptions.graph_trust is {self.graph_trust}; it must be in [0, 1)")
@@ -97,6 +105,22 @@ class VariableOrderCounts:
         return known
 
 
+class _Path(NamedTuple):
+    """The contexts of one position: their rows [family, length], and the column of the current agent."""
+
+    rows: npt.NDArray[np.intp]
+    current: int
+
+
+class _Position(NamedTuple):
+    """Where a run is, as far as contexts go; its next call makes the next position from it alone."""
+
+    recent: tuple[int, ...]  # the last `order` columns, _BEGIN included
+    visits: tuple[tuple[int, int], ...]  # the last visits: (column, calls)
+    visited: dict[int, int]  # column -> visits so far; never mutated
+    paths: tuple[_Path, ...]  # of this position and of those before it, newest first
+
+
 class _Workflow:
     """The rows of one workflow. Column END, then the agents in the order in which they appeared."""
 
@@ -106,13 +130,20 @@ class _Workflow:
         self.names: list[str] = []
         self.waits = Waits()
         self._index: dict[str, int] = {}
-        self._rows: dict[_Context, int] = {}
-        self._paths: dict[_Context, npt.NDArray[np.intp]] = {}  # longest context -> the rows of all its suffixes
+        # Row 0 stays empty: it stands for a context that a position does not have.
+        self._rows: dict[tuple[object, ...], int] = {}
         self._counts = np.zeros((64, options.horizon, 8), np.float32)
+        self._positions: OrderedDict[tuple[str, ...], _Position] = OrderedDict()
         self._graph: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ())
         self._prior: Array | None = None  # [1 + agents (0: before the first), horizon, columns]
-        strength = options.strength
-        self._strength = [strength[min(j, len(strength) - 1)] for j in range(options.order + 2)]
+        families = 3 if options.visits else 1
+        self._shape = (families, max(options.order + 1, options.visits + 3))
+        strength = np.full(self._shape[1], options.strength[1])
+        strength[:2] = options.strength[0]
+        self._strength = strength[None, :, None]
+        self._weight = np.full((families, options.horizon), 1.0 / families)
+        self._slope = np.full((families, options.horizon), 1e-2)  # sums of squared gradients (AdaGrad)
+        self._turn = 0
 
     def set_graph(self, agents: tuple[str, ...], edges: tuple[tuple[str, str], ...]) -> None:
         if not agents or self._graph == (agents, edges):
@@ -123,44 +154,59 @@ class _Workflow:
         self._prior = None
 
     def observe(self, history: Sequence[str], following: str | None) -> None:
-        options = self._options
         column = END if following is None else self._column(following)
-        recent = self._encode(history[-(options.order + options.horizon) :], len(history))
+        paths = self._position(history).paths
         if column is None:
             return
-        calls = len(history)
-        rows: list[npt.NDArray[np.intp]] = []
-        steps: list[int] = []
-        for k in range(
-            min(options.horizon, calls + 1)
-        ):  # the context before call `calls - k`, seen k steps earlier
-            path = self._path(recent[: len(recent) - k])
-            rows.append(path)
-            steps += [k] * len(path)
-        # One row never meets one step twice, so that fancy indexing counts each of them.
-        self._counts[np.concatenate(rows), steps, column] += 1.0
-        if len(self._rows) > options.max_contexts:
+        self._weigh(paths, column)
+        rows = np.concatenate([path.rows.reshape(-1) for path in paths])
+        steps = np.repeat(np.arange(len(paths)), paths[0].rows.size)
+        # Families share their short contexts: fancy indexing counts such a row once, which is what is meant.
+        self._counts[rows, steps, column] += 1.0
+        self._counts[0] = 0.0
+        if len(self._rows) > self._options.max_contexts:
             self._shrink()
 
     def step(self, history: Sequence[str]) -> Array:
         """[horizon, agents + 1], END last."""
-        width = len(self.names) + 1
-        recent = self._encode(history[-self._options.order :], len(history))
-        context = recent[-self._options.order :]
-        probability = self._base(context, width)
-        graph_known = bool(self._graph[0])
-        rows = [
-            row
-            for j in range(len(context) + 1)
-            if (row := self._rows.get(context[len(context) - j :])) is not None
-        ]
-        if rows:
-            counts = self._counts[rows, :, :width].astype(np.float64)
-            totals = counts.sum(2, keepdims=True)
-            for j in range(1 if graph_known and len(rows) > 1 else 0, len(rows)):
-                strength = self._strength[j]
-                probability = (counts[j] + strength * probability) / (totals[j] + strength)
+        path = self._position(history).paths[0]
+        families = self._families(path, slice(None))
+        probability = _softmax(np.einsum("fk,fkw->kw", self._weight, np.log(families)))
         return np.concatenate((probability[:, 1:], probability[:, :1]), axis=1)
+
+    def _families(self, path: _Path, steps: slice) -> Array:
+        """[families, steps, columns]: what each family of contexts expects after `path`.
+
+        Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
+        that its own count earns, times what all longer ones left over.
+        """
+        width = len(self.names) + 1
+        rows = path.rows
+        if self._graph[0]:
+            rows = rows.copy()
+            rows[:, 0] = 0  # the graph knows more than the mean over all contexts
+        counts = self._counts[rows, steps, :width]
+        earned = 1.0 / (counts.sum(3) + self._strength)
+        left = self._strength * earned
+        beyond = np.ones_like(left)
+        beyond[:, :-1] = np.cumprod(left[:, :0:-1], axis=1)[:, ::-1]
+        probability = np.einsum("fjkw,fjk->fkw", counts, earned * beyond)
+        probability += (left[:, 0] * beyond[:, 0])[:, :, None] * self._base(path.current, width)[steps]
+        return np.maximum(probability, _FLOOR)
+
+    def _weigh(self, paths: tuple[_Path, ...], column: int) -> None:
+        """One gradient step on the log-likelihood, for the weights of one step in turn (before it is counted)."""
+        if len(self._weight) == 1:
+            return
+        self._turn += 1
+        k = self._turn % len(paths)
+        logs = np.log(self._families(paths[k], slice(k, k + 1))[:, 0])
+        probability = _softmax(self._weight[:, k] @ logs)
+        gradient = logs[:, column] - logs @ probability
+        # The sum forgets, so that the weights keep following what runs do.
+        self._slope[:, k] = 0.999 * self._slope[:, k] + gradient**2
+        self._weight[:, k] += self._options.learning_rate * gradient / np.sqrt(self._slope[:, k])
+        np.clip(self._weight[:, k], -0.5, 2.0, out=self._weight[:, k])
 
     def _column(self, agent: str) -> int | None:
         column = self._index.get(agent)
@@ -175,41 +221,81 @@ class _Workflow:
             self._prior = None
         return column
 
-    def _encode(self, recent: Sequence[str], calls: int) -> _Context:
-        """The columns of `recent`, after _BEGIN if these are all of the run's `calls`; unknown agents are END."""
-        encoded = tuple(self._index.get(agent, END) for agent in recent)
-        return encoded if calls > len(encoded) else (_BEGIN, *encoded)
+    def _position(self, history: Sequence[str]) -> _Position:
+        key = tuple(history)
+        known = self._positions.get(key)
+        if known is not None:
+            self._positions.move_to_end(key)
+            return known
+        position = self._positions.get(key[:-1]) if key else None
+        rest = key[-1:]
+        if position is None:
+            position, rest = self._begin(), key
+        for agent in rest:
+            position = self._advance(position, self._column(agent) or END)
+        self._positions[key] = position
+        if len(self._positions) > self._options.max_positions:
+            self._positions.popitem(last=False)
+        return position
 
-    def _path(self, recent: _Context) -> npt.NDArray[np.intp]:
-        longest = recent[-self._options.order :]
-        path = self._paths.get(longest)
-        if path is None:
-            made = [self._row(longest[len(longest) - j :]) for j in range(len(longest) + 1)]
-            path = self._paths[longest] = np.array(made, np.intp)
-        return path
+    def _begin(self) -> _Position:
+        return self._placed((_BEGIN,), ((_BEGIN, 0),), {}, ())
 
-    def _row(self, context: _Context) -> int:
+    def _advance(self, position: _Position, column: int) -> _Position:
+        recent, visits, visited, paths = position
+        recent = (*recent[-self._options.order + 1 :], column) if self._options.order > 1 else (column,)
+        last, calls = visits[-1]
+        if last == column:
+            visits = (*visits[:-1], (column, calls + 1))
+        else:
+            visits = (*visits[-max(1, self._options.visits) :], (column, 1))
+            visited = {**visited, column: visited.get(column, 0) + 1}
+        return self._placed(recent, visits, visited, paths)
+
+    def _placed(
+        self,
+        recent: tuple[int, ...],
+        visits: tuple[tuple[int, int], ...],
+        visited: dict[int, int],
+        paths: tuple[_Path, ...],
+    ) -> _Position:
+        rows = np.zeros(self._shape, np.intp)
+        current, calls = visits[-1]
+        for j in range(len(recent) + 1):
+            rows[0, j] = self._row(recent[len(recent) - j :])
+        if self._options.visits:
+            rows[1:, :2] = rows[0, :2]
+            rows[1, 2] = self._row((_VISITS, current, calls))
+            for j in range(1, len(visits)):
+                rows[1, 2 + j] = self._row((_VISITS, current, calls, *(visit[0] for visit in visits[-1 - j : -1])))
+            times = visited.get(current, 0)
+            rows[2, 2] = self._row((_VISITED, current, times))
+            rows[2, 3] = self._row((_VISITED, current, times, calls))
+        path = _Path(rows, max(0, current))
+        return _Position(recent, visits, visited, (path, *paths[: self._options.horizon - 1]))
+
+    def _row(self, context: tuple[object, ...]) -> int:
         row = self._rows.get(context)
         if row is None:
-            row = self._rows[context] = len(self._rows)
+            row = self._rows[context] = len(self._rows) + 1
             if row >= len(self._counts):
                 self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         return row
 
     def _shrink(self) -> None:
         """Halve all counts and forget the contexts seen least, half of them: old behaviour fades with use."""
-        totals = self._counts[: len(self._rows), 0].sum(1) / 2
+        totals = self._counts[:, 0].sum(1)
         # A suffix is seen at least as often as what it is a suffix of, and comes first among equals.
         order = sorted(self._rows.items(), key=lambda item: (-totals[item[1]], len(item[0])))
         kept = order[: max(1, self._options.max_contexts // 2)]
-        counts = self._counts[[row for _, row in kept]] / 2
+        counts = self._counts[[0, *(row for _, row in kept)]] / 2
         self._dropped["contexts"] += len(order) - len(kept)
-        self._rows = {context: row for row, (context, _) in enumerate(kept)}
-        self._paths = {}
-        self._counts = np.zeros((max(64, len(kept) * 2), *counts.shape[1:]), np.float32)
-        self._counts[: len(kept)] = counts
+        self._rows = {context: 1 + i for i, (context, _) in enumerate(kept)}
+        self._positions.clear()
+        self._counts = np.zeros((max(64, len(counts) * 2), *counts.shape[1:]), np.float32)
+        self._counts[: len(counts)] = counts
 
-    def _base(self, context: _Context, width: int) -> Array:
+    def _base(self, current: int, width: int) -> Array:
         """[horizon, width]: what is expected before anything was counted."""
         if not self._graph[0]:
             return np.full((self._options.horizon, width), 1.0 / width)
@@ -217,51 +303,9 @@ class _Workflow:
             hops = first_agents(self.names, *self._graph)
             hops = self._options.graph_trust * hops + (1 - self._options.graph_trust) / width
             self._prior = propagate(hops, self._options.horizon)
-        last = context[-1] if context else END
-        return self._prior[max(0, last)]
+        return self._prior[current]
 
 
-def first_agents(names: Sequence[str], agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> Array:
-    """[1 + len(names), 1 + len(names)]: which agent (column 1 + i) or END (column 0) a walk along the graph
-    meets first, from `__start__` (row 0) or from agent i (row 1 + i), every edge being as likely as its siblings.
-
-    A walk that cannot go on (an agent whose successors the graph does not say, or that is not of the graph) is
-    uniform over `agents` and END.
-    """
-    ends = {"__end__": 0, **{name: 1 + i for i, name in enumerate(names) if name in set(agents)}}
-    following: dict[str, list[str]] = {}
-    for source, target in edges:
-        following.setdefault(source, []).append(target)
-    anywhere = np.zeros(1 + len(names))
-    anywhere[list(ends.values())] = 1.0 / len(ends)
-    passing = [name for name in following if name not in ends or name == "__start__"]
-    # Nodes that are no agents only pass the walk on: a linear system, solved by repeated substitution.
-    reach = {name: anywhere for name in passing}
-
-    def hop(name: str) -> Array:
-        targets = following.get(name)
-        if not targets:
-            return anywhere
-        share = np.zeros(1 + len(names))
-        for target in targets:
-            if target in ends:
-                share[ends[target]] += 1.0
-            else:
-                share += reach.get(target, anywhere)
-        return share / len(targets)
-
-    for _ in range(min(64, 2 * len(passing) + 1)):
-        reach = {name: hop(name) for name in passing}
-    return np.stack([hop("__start__"), *(hop(name) for name in names)])
-
-
-def propagate(hops: Array, horizon: int) -> Array:
-    """[rows, horizon, columns] from one-step `hops` [rows, columns], column 0 END: step k given that the run has
-    not ended before it (paper 1.2: END as a hazard)."""
-    steps = [hops]
-    for _ in range(horizon - 1):
-        alive = steps[-1][:, 1:]
-        mass = alive.sum(1, keepdims=True)
-        alive = np.divide(alive, mass, out=np.full_like(alive, 1.0 / max(1, alive.shape[1])), where=mass > 0)
-        steps.append(alive @ hops[1:])
-    return np.stack(steps, axis=1)
+def _softmax(logits: Array) -> Array:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True))

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pbkv_ray.errors import ConfigError
-from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts, first_agents, propagate
+from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts
+from pbkv_ray.predict.prior import first_agents, propagate
 
 
 def learn(counts: VariableOrderCounts, *runs: str, workflow: str = "swe") -> None:
@@ -47,13 +48,13 @@ def test_a_longer_context_decides_where_a_shorter_one_cannot() -> None:
 
 def test_end_is_a_hazard_given_survival() -> None:
     """Half of the runs end after `a`; those that do not always call `b`, then end. Survival is not in step 2."""
-    counts = VariableOrderCounts(CountsOptions(strength=(1e-9,)))
+    counts = VariableOrderCounts(CountsOptions(strength=(1e-9, 1e-9), visits=0))
     learn(counts, *["a", "ab"] * 50)
     forecast = counts.forecast("swe", ["a"], 2)
     assert forecast is not None
     assert forecast.agents == ("a", "b")
-    np.testing.assert_allclose(forecast.step, [[0, 0.5, 0.5], [0, 0, 1]], atol=1e-6)
-    np.testing.assert_allclose(forecast.mass(), [[0, 0.5], [0, 0]], atol=1e-6)
+    np.testing.assert_allclose(forecast.step, [[0, 0.5, 0.5], [0, 0, 1]], atol=1e-5)
+    np.testing.assert_allclose(forecast.mass(), [[0, 0.5], [0, 0]], atol=1e-5)
 
 
 def test_the_graph_speaks_before_the_first_run_and_yields_to_what_runs_do() -> None:
@@ -99,7 +100,7 @@ def test_workflows_and_agents_are_bounded() -> None:
     assert counts.forecast("one", ["a"], 1) is None
     third = counts.forecast("three", ["a"], 1)
     assert third is not None and third.agents == ("a", "b")
-    assert counts.dropped == {"workflows": 1, "contexts": 0, "agents": 1}
+    assert counts.dropped == {"workflows": 1, "contexts": 0, "agents": 2}  # c followed, then was in a history
 
 
 def test_expected_waits_add_up_along_the_forecast() -> None:
@@ -117,7 +118,7 @@ def test_a_wrong_setting_names_the_rule() -> None:
     with pytest.raises(ConfigError, match="order is 0; it must be at least 1"):
         CountsOptions(order=0)
     with pytest.raises(ConfigError, match="needs numbers above zero"):
-        CountsOptions(strength=())
+        CountsOptions(strength=(1.0, 0.0))
 
 
 @given(st.lists(st.text("abcd", max_size=14), max_size=12), st.text("abcde", max_size=16))

@@ -54,6 +54,7 @@ def cpu_arguments() -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,  # overlaps the scheduler with a GPU stream; a CPU has none
         "disable_cuda_graph": True,
+        "sleep_on_idle": True,  # else an idle scheduler keeps a core busy that the other processes need
         "mem_fraction_static": 0.3,
         "hicache_io_backend": "direct",
         "hicache_mem_layout": "layer_first",

@@ -1,0 +1,118 @@
+"""Traces of finished runs as training sets.
+
+A trace is a gzipped or plain JSON-lines file: a `_meta` line, then a run a line. Per call `a` is the agent, `in` and
+`out` its tokens; `t` (seconds), and hidden states `hp` (last prefill token), `hd` (last decoded token), `hi` (an
+inner layer; base64 of little-endian float16) are there only in traces of our own.
+"""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pbkv_ray.errors import InputError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+SIGNALS = {"prefill": "hp", "decode": "hd", "inner": "hi"}  # name of a hidden state -> its field in a trace
+MASKED = -1  # label of a step after the run's end
+_STAMP = re.compile(r"_\d{14}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One finished run. `instance` is the task behind it: runs of one instance resemble each other.
+
+    agents: names, one a call; prompt_tokens, output_tokens: [calls]; hidden: signal name -> [calls, width] float32.
+    """
+
+    run_id: str
+    workflow: str
+    instance: str
+    agents: tuple[str, ...]
+    prompt_tokens: Ints
+    output_tokens: Ints
+    hidden: dict[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """`sha256` is of the file's bytes: it names the data that a model was trained on."""
+
+    name: str
+    sha256: str
+    runs: tuple[Run, ...]
+
+    @property
+    def workflows(self) -> tuple[str, ...]:
+        return tuple(sorted({run.workflow for run in self.runs}))
+
+
+def load(path: Path) -> Trace:
+    """InputError when the file is absent, is no trace, or holds no run."""
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"trace {path} cannot be read ({error}); it must be JSON lines, gzipped or not") from error
+    name = path.name.split(".")[0]
+    try:
+        runs = tuple(_run(row, name) for row in rows if "_meta" not in row and row["calls"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"trace {path} has a row without `id` and `calls` of `a`, `in`, `out` ({error!r})") from error
+    if not runs:
+        raise InputError(f"trace {path} holds no run; record some first (pbkv traces export)")
+    return Trace(name, hashlib.sha256(raw).hexdigest(), runs)
+
+
+def _run(row: dict[str, Any], name: str) -> Run:
+    calls = row["calls"]
+    run_id = str(row["id"])
+    hidden = {
+        signal: np.stack([np.frombuffer(base64.b64decode(c[key]), "<f2").astype(np.float32) for c in calls])
+        for signal, key in SIGNALS.items()
+        if all(key in c for c in calls)
+    }
+    return Run(
+        run_id=run_id,
+        workflow=str(row.get("workflow", name)),
+        # Logs of one task may be kept more than once (ChatDev: name, organisation, time, then a copy's number).
+        instance=str(row.get("inst") or _STAMP.split(run_id)[0]),
+        agents=tuple(str(c["a"]) for c in calls),
+        prompt_tokens=np.array([c["in"] for c in calls], np.int64),
+        output_tokens=np.array([c["out"] for c in calls], np.int64),
+        hidden=hidden,
+    )
+
+
+def folds(runs: Sequence[Run], count: int, seed: int = 0) -> Ints:
+    """[runs] the fold of each run: all runs of a task instance share one, folds have even numbers of instances,
+    and the same runs always fall into the same folds. InputError with fewer instances than folds."""
+    instances = sorted({r.instance for r in runs}, key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
+    if count < 2 or len(instances) < count:
+        raise InputError(f"{len(instances)} task instances cannot make {count} folds; record more or ask for fewer")
+    of = {instance: i % count for i, instance in enumerate(instances)}
+    return np.array([of[run.instance] for run in runs], np.int64)
+
+
+def vocabulary(runs: Iterable[Run]) -> tuple[str, ...]:
+    return tuple(sorted({agent for run in runs for agent in run.agents}))
+
+
+def labels(run: Run, agents: Sequence[str], horizon: int) -> Ints:
+    """[calls, horizon]: after call t, who makes the k-th call from there: an index into `agents`, len(agents) for
+    END, MASKED beyond the end. An agent that is not in `agents` is MASKED too: no model can be asked for it."""
+    index = {agent: i for i, agent in enumerate(agents)}
+    own = np.array([index.get(agent, MASKED) for agent in run.agents[1:]] + [len(agents)], np.int64)
+    padded = np.concatenate((own, np.full(horizon, MASKED)))
+    return np.lib.stride_tricks.sliding_window_view(padded, horizon)[: len(run.agents)]

@@ -139,6 +139,6 @@ class _Families(Collector):
 
 
 def _labelled(sample: Sample, labels: Mapping[str, str]) -> Sample:
-    """A label of ours that the sample has already is kept as `exported_...`, as Prometheus does."""
-    own = {f"exported_{key}" if key in labels else key: value for key, value in sample.labels.items()}
+    """A label of ours that the sample has with another value is kept as `exported_...`, as Prometheus does."""
+    own = {f"exported_{key}" if labels.get(key, value) != value else key: value for key, value in sample.labels.items()}
     return sample._replace(labels={**own, **labels})

@@ -76,8 +76,8 @@ def sentence(errors: Sequence[Any], what: str, value: object = None) -> str:
 
 def _place(location: Sequence[str | int], value: object) -> str:
     """Fields and positions only: pydantic's locations also name the branches of a union that it tried."""
-    if value is None:
-        return str(location[-1])
+    if value is None:  # a parameter of the path or the query; or a body that is null
+        return str(location[-1]) if location else ""
     place: list[str] = []
     for number, part in enumerate(location):
         if isinstance(value, dict) and (part in value or number == len(location) - 1):

@@ -7,7 +7,8 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from deployments.http.auth import Tenant
 from deployments.http.identity import Identity
@@ -23,6 +24,7 @@ from pbkv_ray.core.events import (
     RunStarted,
 )
 
+Json = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
@@ -139,19 +141,31 @@ def _prefixed(name: str, tenant: Tenant | None) -> str:
     return f"ext:{tenant.label}:{name}" if tenant else f"ext:{name}"
 
 
-def usage_of(answer: dict[str, object]) -> Usage | None:
-    """The usage of an OpenAI answer or of a stream's last chunk; SGLang's tiers where it tells them."""
+def usage_of(answer: Json) -> Usage | None:
+    """The usage of an OpenAI answer or chunk, with SGLang's tiers where it tells them; cached tokens are the
+    device's where it does not."""
     usage = answer.get("usage")
     if not isinstance(usage, dict):
         return None
-    details = usage.get("prompt_tokens_details")
-    cached = _count(details, "cached_tokens")
-    found = Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
+    cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
+    device, host = tiers_of(answer) or (cached, 0)
+    return Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), device, host)
+
+
+def tiers_of(answer: Json) -> tuple[int, int] | None:
+    """Cached tokens found in the device and in the host tier, which SGLang tells in a field of its own."""
     extension = answer.get("sglext")
     tiers = extension.get("cached_tokens_details") if isinstance(extension, dict) else None
-    if isinstance(tiers, dict):
-        found = replace(found, device_cached_tokens=_count(tiers, "device"), host_cached_tokens=_count(tiers, "host"))
-    return found
+    return (_count(tiers, "device"), _count(tiers, "host")) if isinstance(tiers, dict) else None
+
+
+def reason_of(answer: Json) -> str | None:
+    """The first finish_reason among the choices."""
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict) and isinstance(choice.get("finish_reason"), str):
+            return str(choice["finish_reason"])
+    return None
 
 
 def _count(fields: object, name: str) -> int:

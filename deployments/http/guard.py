@@ -81,6 +81,7 @@ class Guard:
         return None
 
     def _limited(self, receive: Receive) -> Receive:
+        """FastAPI's own limit (max_body_size) counts alike, but answers in plain text."""
         seen = 0
         limit = self._options.max_body_bytes
 

@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 from deployments.http.body import described, read_json
 from deployments.http.context import Gateway
 from deployments.http.errors import cause_of, sentence, shown
-from deployments.http.foreign import ForeignCall, ForeignRuns, Usage, usage_of
+from deployments.http.foreign import ForeignCall, ForeignRuns, Usage, reason_of, usage_of
 from deployments.http.identity import identify
+from deployments.http.openai_stream import ChatStream
 from deployments.http.reserved import clean_chat
 from deployments.http.streams import ByteStream, Pump, unless_gone
 from pbkv_ray.core.calls import Caller
@@ -75,7 +76,6 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
         except ValidationError as error:
             raise InputError(sentence(error.errors(), "the body", body)) from None
         tenant = gateway.tenant(request)
-        shows_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         if asked.stream:
             # We need the usage for the run's events; a caller that did not ask for it does not get to see it.
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
@@ -92,7 +92,7 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
                 reason = "abort"
                 return Response(status_code=499)  # nobody reads it; the number is nginx's for logs
             if isinstance(answer, dict):
-                reason, usage = _reason(answer) or "stop", usage_of(answer)
+                reason, usage = reason_of(answer) or "stop", usage_of(answer)
                 return JSONResponse(answer, headers=headers)
             # The first chunk comes before the status, so that a refused request is a 4xx and no broken stream.
             first = await unless_gone(request, anext(answer, b""))
@@ -100,7 +100,11 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
                 reason = "abort"
                 return Response(status_code=499)
             handed_over = True
-            followed = _followed(first, answer, foreign, call, shows_usage)
+            stream = ChatStream(
+                shows_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+                shows_tiers=body.get("return_cached_tokens_details") is True,
+            )
+            followed = _followed(first, answer, stream, foreign, call)
             pump = Pump(followed, gateway.tasks, f"call {call.call_id}")
             return ByteStream(pump, media_type="text/event-stream", headers={**headers, "cache-control": "no-store"})
         finally:
@@ -125,62 +129,25 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
 
 
 async def _followed(
-    first: bytes, rest: AsyncIterator[bytes], foreign: ForeignRuns, call: ForeignCall, shows_usage: bool
+    first: bytes, rest: AsyncIterator[bytes], stream: ChatStream, foreign: ForeignRuns, call: ForeignCall
 ) -> AsyncGenerator[bytes, None]:
-    """The stream as it is, read along for the end's reason and usage; the call is finished with it."""
-    reason, usage = "abort", None
-    ended_by: str | None = None
-    pending = b""
+    """The stream's bytes to its end; the call is finished with it."""
+    reason = "abort"
     try:
         chunk: bytes | None = first
         while chunk is not None:
-            pending += chunk
-            *events, pending = pending.split(b"\n\n")
-            kept = b""
-            for event in events:
-                told = _data(event)
-                if told is not None:
-                    ended_by = _reason(told) or ended_by
-                    usage = usage_of(told) or usage
-                    if not shows_usage and "usage" in told:
-                        if not told.get("choices"):
-                            continue
-                        del told["usage"]
-                        event = b"data: " + json.dumps(told, ensure_ascii=False).encode()
-                kept += event + b"\n\n"
-            if kept:
+            if kept := stream.passed(chunk):
                 yield kept
             chunk = await anext(rest, None)
-        if pending.strip():
-            yield pending
-        reason = ended_by or "stop"
+        if left := stream.rest():
+            yield left
+        reason = stream.reason or "stop"
     except Exception as error:  # the status is sent; what is left is to say it in the stream
         reason = "error"
-        found = cause_of(error)
-        told = {"error": {"message": str(found), "type": "server_error", "param": None, "code": None}}
+        told = {"error": {"message": str(cause_of(error)), "type": "server_error", "param": None, "code": None}}
         yield b"data: " + json.dumps(told).encode() + b"\n\n"
     finally:
-        foreign.finish(call, reason, usage)
+        foreign.finish(call, reason, stream.usage)
         close = getattr(rest, "aclose", None)
         if close is not None:
             await close()
-
-
-def _data(event: bytes) -> Json | None:
-    """A chunk's object; None for [DONE], comments and what is not JSON."""
-    if not event.startswith(b"data: {"):
-        return None
-    try:
-        found = json.loads(event[6:])
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _reason(answer: Json) -> str | None:
-    choices = answer.get("choices")
-    if isinstance(choices, list):
-        for choice in choices:
-            if isinstance(choice, dict) and isinstance(choice.get("finish_reason"), str):
-                return str(choice["finish_reason"])
-    return None

@@ -14,7 +14,7 @@ ENGINE = """# HELP sglang:cache_hit_rate The cache hit rate.
 sglang:cache_hit_rate{model_name="tiny"} 0.5
 # HELP pbkv_engine_calls_total Calls.
 # TYPE pbkv_engine_calls_total counter
-pbkv_engine_calls_total{replica="inner"} 3.0
+pbkv_engine_calls_total{replica="r0"} 3.0
 # HELP sglang:seconds Seconds.
 # TYPE sglang:seconds histogram
 sglang:seconds_bucket{le="1.0"} 1.0
@@ -44,9 +44,10 @@ async def test_replicas_are_merged_into_one_family_each() -> None:
         'sglang:cache_hit_rate{model_name="tiny",part="engine",replica="r1"} 0.75',
     ]
     assert _of(text, "# TYPE pbkv_engine_calls") == ["# TYPE pbkv_engine_calls_total counter"]
-    assert _of(text, "pbkv_engine_calls")[0] == (
-        'pbkv_engine_calls_total{exported_replica="inner",part="engine",replica="r0"} 3.0'
-    )
+    assert _of(text, "pbkv_engine_calls") == [
+        'pbkv_engine_calls_total{part="engine",replica="r0"} 3.0',
+        'pbkv_engine_calls_total{exported_replica="r0",part="engine",replica="r1"} 3.0',
+    ]
     assert _of(text, "sglang:seconds")[:4] == [
         'sglang:seconds_bucket{le="1.0",part="engine",replica="r0"} 1.0',
         'sglang:seconds_bucket{le="+Inf",part="engine",replica="r0"} 2.0',

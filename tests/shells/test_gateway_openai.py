@@ -10,6 +10,7 @@ import pytest
 from deployments.gateway import GatewayOptions
 from deployments.http.foreign import ForeignRuns, Usage, usage_of
 from deployments.http.identity import BODY, HEADERS, Identity, identify
+from deployments.http.openai_stream import ChatStream
 from deployments.metrics import GatewayMetrics
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.events import AgentEntered, AgentLeft, CallFinished, CallStarted, RunEnded, RunStarted
@@ -264,6 +265,25 @@ async def test_a_chunk_boundary_may_fall_anywhere() -> None:
             seen.add((await _ask(client, RUN, stream=True)).text)
     assert len(seen) == 1
     assert {event.prompt_tokens for event in kit.events if isinstance(event, CallFinished)} == {9}
+
+
+def test_a_chunk_of_cache_tiers_is_read_and_kept_from_who_did_not_ask() -> None:
+    """SGLang sends the tiers in a chunk without choices, on which a client that reads choices[0] would break."""
+    tiers = b'data: {"choices": [], "sglext": {"cached_tokens_details": {"device": 12, "host": 8}}}\n\n'
+    said = b'data: {"choices": [{"finish_reason": "length"}], "usage": null}\n\n'
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 4}}\n\n'
+    both = b'data: {"choices": [{"delta": {}}], "usage": {"prompt_tokens": 29, "completion_tokens": 1}}\n\n'
+    hides = ChatStream(shows_usage=False, shows_tiers=False)
+    assert hides.passed(both) == b'data: {"choices": [{"delta": {}}], "usage": null}\n\n'
+    assert hides.passed(said + tiers + usage + b"data: [DONE]\n\n") == said + b"data: [DONE]\n\n"
+    assert (hides.reason, hides.usage) == ("length", Usage(30, 4, 12, 8))
+    shows = ChatStream(shows_usage=True, shows_tiers=True)
+    assert shows.passed(both + said + tiers + usage) == both + said + tiers + usage
+    breaks = ChatStream(shows_usage=False, shows_tiers=False)
+    assert (
+        breaks.passed(b'data: {"error": {"message": "no"}}\n\ndata: {"cut') == b'data: {"error": {"message": "no"}}\n\n'
+    )
+    assert (breaks.reason, breaks.rest()) == ("error", b'data: {"cut')
 
 
 def test_the_table_of_foreign_runs_is_bounded_and_says_what_it_forgot() -> None:

@@ -1,6 +1,6 @@
 """One attempt of a run: from its stored request, through LangGraph, to what it ended as."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from langgraph.types import Command, Send
 
 from deployments.encoding import request_from_text, to_json
 from deployments.endings import finished
-from deployments.graphs import RUN_KEY, Graphs, ThreadView, thread_config, view_of
+from deployments.graphs import RUN_KEY, Graph, Graphs, ThreadView, thread_config, view_of
 from deployments.messages import MessageEvents
 from deployments.service import Json, RunRequest
 from pbkv_ray.errors import InputError
@@ -20,8 +20,9 @@ from pbkv_ray.store import Ending, RunRow
 
 Publish = Callable[[str, str], Awaitable[None]]
 Durability = Literal["sync", "async", "exit"]
-PLAIN_MODES = frozenset({"values", "updates", "custom", "debug", "tasks", "checkpoints"})
-MODES = PLAIN_MODES | {"messages", "messages-tuple"}
+MODES = frozenset(
+    ("values", "updates", "messages", "messages-tuple", "custom", "events", "debug", "tasks", "checkpoints")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,11 @@ class Execution:
         await publish("metadata", to_json({"run_id": run.run_id, "attempt": run.attempt}))
         entry = await self._entry(attempt, config)
         if not isinstance(entry, ThreadView):
-            modes = {"messages" if mode.startswith("messages") else mode for mode in request.stream_mode}
             messages = MessageEvents(
                 whole="messages" in request.stream_mode, pairs="messages-tuple" in request.stream_mode
             )
             with running(RunContext(run.run_id, run.workflow, request.cache_salt)):
-                stream = graph.astream(
-                    entry,
-                    config,
-                    stream_mode=sorted(modes or {"values"}),  # type: ignore[arg-type]
-                    interrupt_before=_nodes(request.interrupt_before),
-                    interrupt_after=_nodes(request.interrupt_after),
-                    durability=self._durability,
-                )
-                async with aclosing(stream) as parts:  # type: ignore[type-var]
+                async with aclosing(self._parts(graph, entry, config, request)) as parts:
                     async for mode, part in parts:
                         if mode == "messages":
                             for event, data in messages.of(*part):
@@ -81,6 +73,30 @@ class Execution:
                             await publish(mode, to_json(part))
             entry = view_of(await graph.aget_state(thread_config(run.thread_id)))
         return finished(run, entry)
+
+    async def _parts(
+        self, graph: Graph, entry: Any, config: RunnableConfig, request: RunRequest
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        """(stream mode, part) as the graph goes on."""
+        asked = {"messages" if mode.startswith("messages") else mode for mode in request.stream_mode} or {"values"}
+        options: dict[str, Any] = {
+            "stream_mode": sorted(asked - {"events"}),
+            "interrupt_before": _nodes(request.interrupt_before),
+            "interrupt_after": _nodes(request.interrupt_after),
+            "durability": self._durability,
+        }
+        if "events" not in asked:
+            async with aclosing(graph.astream(entry, config, **options)) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    yield part
+            return
+        # LangChain's own events hold the graph's stream as those of the root, which are the other modes' parts.
+        async with aclosing(graph.astream_events(entry, config, version="v2", **options)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if event["event"] == "on_chain_stream" and not event["parent_ids"]:
+                    yield event["data"]["chunk"]
+                else:
+                    yield "events", event
 
     async def _entry(self, attempt: Attempt, config: RunnableConfig) -> Any:
         """What to hand to the graph; a ThreadView when there is nothing left to do.
@@ -93,7 +109,7 @@ class Execution:
         if newest is not None and newest.metadata.get(RUN_KEY) == run.run_id:
             config["configurable"].pop("checkpoint_id", None)
             view = await self._graphs.view(run.workflow, run.thread_id)
-            return None if view.waiting else view
+            return view if stops_at(view, request) else None
         await self._set_base(run, None if newest is None else newest.config["configurable"]["checkpoint_id"])
         if request.command is not None:
             return command_of(request.command)
@@ -117,6 +133,13 @@ class Execution:
 
 def _nodes(names: tuple[str, ...]) -> Literal["*"] | list[str] | None:
     return "*" if "*" in names else list(names) or None
+
+
+def stops_at(view: ThreadView, request: RunRequest) -> bool:
+    """Whether an earlier attempt of this run had got as far as the run goes."""
+    return (
+        not view.waiting or "*" in request.interrupt_before or not set(request.interrupt_before).isdisjoint(view.next)
+    )
 
 
 def user_configurable(config: Json) -> Json:

@@ -46,7 +46,11 @@ class ThreadView:
 
     values: Any
     interrupts: dict[str, list[Json]]
-    waiting: bool  # graph nodes are still to run
+    next: tuple[str, ...]  # graph nodes that are still to run
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.next)
 
     @property
     def status(self) -> ThreadStatus:
@@ -144,4 +148,4 @@ def thread_config(thread_id: str, checkpoint_id: str | None = None) -> RunnableC
 
 def view_of(snapshot: StateSnapshot) -> ThreadView:
     interrupts = {task.id: [plain(i) for i in task.interrupts] for task in snapshot.tasks if task.interrupts}
-    return ThreadView(plain(snapshot.values), interrupts, bool(snapshot.next))
+    return ThreadView(plain(snapshot.values), interrupts, snapshot.next)

@@ -13,6 +13,7 @@ for one machine.
 import asyncio
 import contextlib
 import json
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
@@ -37,6 +38,8 @@ from pbkv_ray.core.events import CallFinished, Event
 from pbkv_ray.errors import ConflictError, InputError, NotFoundError, UnavailableError
 from pbkv_ray.graph.client import LLM
 from pbkv_ray.store import CallRow, NewRun, RunRow, Store
+
+logger = logging.getLogger(__name__)
 
 PRUNE_BATCH = 200
 
@@ -106,7 +109,11 @@ class Runner:
                 active.log.record(_call_row(event, active.run.attempt))
             else:
                 self._metrics.calls_dropped.inc()
-        self._emit(event)
+        try:
+            self._emit(event)
+        except Exception:  # a lost event costs a forecast; a raised one would cost the run
+            self._metrics.emit_errors.inc()
+            logger.exception("a lifecycle event was not emitted")
 
     # --- threads ---
 

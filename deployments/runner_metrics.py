@@ -18,6 +18,7 @@ class RunnerMetrics:
         self.events = self._counter("pbkv_run_events", "Stream events stored")
         self.events_dropped = self._counter("pbkv_run_events_dropped", "Stream events dropped", "reason")
         self.calls_dropped = self._counter("pbkv_run_calls_dropped", "LLM calls beyond a run's record")
+        self.emit_errors = self._counter("pbkv_emit_errors", "Lifecycle events that could not be emitted")
         self.store_errors = self._counter("pbkv_store_errors", "Store operations that failed and were retried")
         self.seconds = Histogram(
             "pbkv_run_seconds",

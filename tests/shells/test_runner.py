@@ -121,7 +121,7 @@ async def test_what_cannot_be_run_is_refused_with_a_remedy(kit):
         (InputError, "tsk: Extra inputs", RunRequest("chain", {"task": "x", "tsk": "x"})),
         (NotFoundError, "thread 'x' does not exist", request(thread_id="x")),
         (InputError, "slash", request(thread_id="a/b")),
-        (InputError, "stream_mode events", request(stream_mode=("events",))),
+        (InputError, "stream_mode tools", request(stream_mode=("tools",))),
         (InputError, "recursion_limit is 'many'", request(config={"recursion_limit": "many"})),
         (InputError, "needs an input", RunRequest("chain", None)),
         (InputError, "one of them", request(thread_id=thread, command={"resume": 1})),
@@ -199,6 +199,16 @@ async def test_what_a_runner_counts(kit):
         "pbkv_runs_lost_total 0.0",
     ):
         assert line in text.splitlines()
+
+
+async def test_a_lost_life_cycle_event_costs_no_run(kit):
+    def broken(event):
+        raise RuntimeError("no controller")
+
+    runner = await kit.runner(emit=broken)
+    run = await runner.create_run(request("hello"))
+    assert (await runner.wait_run(None, run["run_id"]))["said"] == ["plan:plan", "write:hello"]
+    assert "pbkv_emit_errors_total 10.0" in runner.metrics_text()
 
 
 async def test_a_workflow_shows_its_graph_and_its_schemas(kit):

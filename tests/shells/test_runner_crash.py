@@ -67,6 +67,31 @@ async def test_a_run_of_which_nothing_ran_starts_anew(kit):
     assert "pbkv_runs_taken_over_total 1.0" in living.metrics_text()
 
 
+async def test_a_run_that_had_stopped_before_a_graph_node_stays_there(kit):
+    first = kit.idle_runner()
+    await first.start()
+    run = await first.create_run(request("x", interrupt_before=("write",)))
+    await first.wait_run(None, run["run_id"])
+    await first.close()
+    await kit.forget_the_end(run["run_id"])  # as if the runner had died just before it stored the end
+    second = await kit.runner()
+    assert (await second.wait_run(None, run["run_id"]))["said"] == ["plan:plan"]
+    assert (await second.get_run(None, run["run_id"]))["attempt"] == 2
+    assert kit.transport.agents == ["plan"]
+
+
+async def test_a_run_that_had_finished_is_only_ended(kit):
+    first = kit.idle_runner()
+    await first.start()
+    run = await first.create_run(request("x"))
+    values = await first.wait_run(None, run["run_id"])
+    await first.close()
+    await kit.forget_the_end(run["run_id"])
+    second = await kit.runner()
+    assert await second.wait_run(None, run["run_id"]) == values
+    assert kit.transport.agents == ["plan", "write"]
+
+
 async def test_a_run_that_kills_its_runners_is_given_up_and_its_thread_set_free(kit):
     runner = kit.idle_runner()
     thread = (await runner.create_thread(None, {}, "raise"))["thread_id"]

@@ -123,6 +123,24 @@ async def test_messages_come_as_pieces_or_as_wholes(kit):
     assert list(events[2][1]) == [piece["id"]]
 
 
+async def test_langchain_events_come_beside_the_other_modes(kit):
+    runner = await kit.runner()
+    run = await runner.create_run(request("hi", stream_mode=("events", "values")))
+    events = await collect(runner, run)
+    assert [data["said"] for _, event, data in events if event == "values"] == [
+        [],
+        ["plan:plan"],
+        ["plan:plan", "write:hi"],
+    ]
+    started = [data["name"] for _, event, data in events if event == "events" and data["event"] == "on_chain_start"]
+    assert started == ["chain", "plan", "write"]
+
+    run = await runner.create_run(request("wait", stream_mode=("events",)))
+    await kit.transport.waiting.wait()
+    await runner.cancel_run(None, run["run_id"], "interrupt")
+    assert kit.transport.aborted == ["write"]
+
+
 async def test_a_long_run_keeps_a_bounded_stream(kit):
     runner = await kit.runner()
     run = await runner.create_run(request("100", "counting", stream_mode=("values", "custom")))

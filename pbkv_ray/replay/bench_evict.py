@@ -1,0 +1,92 @@
+"""`pbkv bench evict`: what one eviction costs, ours against SGLang's Python and Rust cores, in one run.
+
+50,000 leaves in 500 owner sets on the real cache object; 1,000 evictions of one page. Before each of ours a run's
+forecast changes (outside the clock); the re-scoring that this causes is part of the eviction (inside).
+"""
+
+import gc
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.replay.bare_cache import BareCache
+
+_LEAF = 4  # tokens of a leaf, the only ones that its set does not share
+_AGENTS = ("planner", "coder", "tester", "reviewer")
+CACHES = {"pbkv": ("pbkv+", "python"), "python_lru": ("lru", "python"), "rust_lru": ("lru", "rust")}
+
+
+def bench_evict(leaves: int = 50_000, sets: int = 500, evictions: int = 1_000) -> dict[str, Any]:
+    """{"pbkv" | "python_lru" | "rust_lru": {"p50_ms", "p99_ms", "mean_ms"}, "setup": ...}, wall-clock milliseconds.
+
+    The caches take turns, one eviction each, so that whatever else the machine does hits all three alike.
+    """
+    caches = {name: _fill(*CACHES[name], leaves, sets) for name in CACHES}
+    change = _changes(caches["pbkv"], sets)
+    gc.collect()
+    gc.freeze()  # as SGLang's own /freeze_gc does once a server is warm
+    spent: dict[str, list[float]] = {name: [] for name in caches}
+    for turn in range(evictions):
+        change(turn)
+        for name, bare in caches.items():
+            started = time.perf_counter()
+            freed = bare.evict(1)
+            spent[name].append(time.perf_counter() - started)
+            assert freed == _LEAF, f"{name} freed {freed} tokens instead of one leaf of {_LEAF}"
+    gc.unfreeze()
+    count = caches["pbkv"].cache.tree_core.count
+    assert not count.fallbacks and not count.failures, f"the index failed: {count}"
+    setup = {"leaves": leaves, "owner_sets": sets, "evictions": evictions, "page_tokens": 1, "leaf_tokens": _LEAF}
+    return {name: _summary(seconds) for name, seconds in spent.items()} | {"setup": setup}
+
+
+def _summary(seconds: list[float]) -> dict[str, float]:
+    ms = np.array(seconds) * 1e3
+    return {
+        "p50_ms": round(float(np.percentile(ms, 50)), 4),
+        "p99_ms": round(float(np.percentile(ms, 99)), 4),
+        "mean_ms": round(float(ms.mean()), 4),
+    }
+
+
+def _fill(policy: str, core: str, leaves: int, sets: int) -> BareCache:
+    """A full cache: every set is one run's private beginning with its leaves below."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    bare = BareCache(policy, leaves * _LEAF + sets, core=core)
+    slots = bare.allocator.alloc(leaves * _LEAF + sets)
+    owned = hasattr(bare.cache, "admit")
+    at = 0
+    for leaf in range(leaves):
+        owner = leaf % sets
+        key = [owner, *range(sets + leaf * _LEAF, sets + (leaf + 1) * _LEAF)]
+        new = leaf < sets
+        value = slots[at : at + _LEAF + 1] if new else slots[at - 1 : at + _LEAF]
+        result = bare.cache.insert(
+            InsertParams(key=RadixKey(array("q", key)), value=value, prev_prefix_len=0 if new else 1)
+        )
+        at += _LEAF + new
+        if owned:
+            node = bare.cache.tree_core.node_by_id(result.last_device_node)
+            bare.index.use(node, f"run{owner}", _AGENTS[owner % len(_AGENTS)])
+    return bare
+
+
+def _changes(bare: BareCache, sets: int) -> Callable[[int], None]:
+    rng = np.random.default_rng(0)
+
+    def change(turn: int) -> None:
+        run = int(rng.integers(sets))
+        step = rng.dirichlet(np.ones(len(_AGENTS) + 1), size=10)
+        bare.index.update(f"run{run}", Forecast(_AGENTS, step), version=turn, at_s=turn * 0.01)
+
+    for run in range(sets):
+        bare.index.update(
+            f"run{run}", Forecast(_AGENTS, rng.dirichlet(np.ones(len(_AGENTS) + 1), size=10)), version=-1, at_s=0.0
+        )
+    return change

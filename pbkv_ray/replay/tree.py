@@ -28,12 +28,13 @@ class TreeOptions:
     max_requests: int = 256
     max_context_units: int = 1 << 16
     eviction_policy: str = "lru"
-    eviction_config: dict[str, int] | None = None
+    eviction_config: dict[str, Any] | None = None
     tree_core: str = "rust"
     write_policy: str = "write_through"
     session_aware: bool = False
     cache_class: type[Any] | None = None
     prepare: Callable[[Any], None] | None = None  # gets CacheInitParams before the cache is made
+    on_first_slot: "Callable[[Any, TreeRequest], None] | None" = None  # (cache, request): it joined its first batch
 
 
 class TreeRequest:
@@ -70,6 +71,8 @@ class TreeRequest:
         self.host_hit_length = 0
         self.lock: Any = None
         self.done = False
+        self.kv_hints: Any = None
+        self.batched = False
         self.finished_reason = None
         self.allocated = 0  # units that have a slot: matched, loaded or computed
         self.device_hit = self.host_hit = 0
@@ -157,18 +160,20 @@ class Tree:
         """Slots for `units` more of the request; evicts when the pool is short. False: they do not fit."""
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-        if units <= 0:
-            return True
-        free = self._slots.available_size()
-        if free < units:
-            evict_from_tree_cache(self.cache, units)
-            self.evicted_units += max(0, self._slots.available_size() - free)
-        slots = self._slots.alloc(units)
-        if slots is None:
-            return False
-        end = request.allocated + units
-        self._rows.write((request.kv.req_pool_idx, slice(request.allocated, end)), slots)
-        request.allocated = end
+        if units > 0:
+            free = self._slots.available_size()
+            if free < units:
+                evict_from_tree_cache(self.cache, units)
+                self.evicted_units += max(0, self._slots.available_size() - free)
+            slots = self._slots.alloc(units)
+            if slots is None:
+                return False
+            end = request.allocated + units
+            self._rows.write((request.kv.req_pool_idx, slice(request.allocated, end)), slots)
+            request.allocated = end
+        if not request.batched and self.options.on_first_slot is not None:
+            self.options.on_first_slot(self.cache, request)
+        request.batched = True
         return True
 
     def checkpoint(self, request: TreeRequest) -> None:

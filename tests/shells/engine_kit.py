@@ -1,8 +1,11 @@
 """What the tests of real engines share."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+
+import psutil
 
 from pbkv_ray.core.calls import Call, Caller, Chunk, Message, Reply, Transport
 
@@ -35,3 +38,13 @@ async def becomes(wanted: object, look: Callable[[], Awaitable[object]], seconds
             return
         await asyncio.sleep(0.05)
     assert seen == wanted
+
+
+async def alive(pids: Iterable[int]) -> list[int]:
+    """Those of `pids` that still run; a zombie only waits for its parent to look."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found

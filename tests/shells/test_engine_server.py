@@ -17,9 +17,8 @@ pytestmark = pytest.mark.engine
 LONG = "The committee met on Tuesday and wrote down what had been said. " * 40
 
 
-async def idle(engine: EngineServer) -> tuple[int, int]:
-    """Calls that run and wait in the scheduler, after it has answered a question of ours."""
-    await engine.check_health()
+async def held(engine: EngineServer) -> tuple[int, int]:
+    """Calls that run and wait in the scheduler. It says so when it starts a prompt, now and then, and when idle."""
     load = await engine.load()
     return load["running"], load["waiting"]
 
@@ -77,15 +76,15 @@ async def test_a_call_that_cannot_be_served_is_refused_with_a_reason(
 ) -> None:
     with pytest.raises(InputError, match=says):
         await answer(engine, asked)  # type: ignore[arg-type]
-    assert await idle(engine) == (0, 0)
+    await becomes((0, 0), lambda: held(engine))
 
 
 async def test_leaving_the_stream_stops_the_call_in_the_scheduler(engine: EngineServer) -> None:
     stream = engine.stream(call("Count.", max_tokens=3_000))
     await anext(stream)
-    assert (await engine.load())["running"] == 1
+    await becomes((1, 0), lambda: held(engine))
     await stream.aclose()  # type: ignore[attr-defined]
-    await becomes((0, 0), lambda: idle(engine))
+    await becomes((0, 0), lambda: held(engine))
 
 
 async def test_cancelling_the_caller_stops_the_call_in_the_scheduler(engine: EngineServer) -> None:
@@ -97,10 +96,11 @@ async def test_cancelling_the_caller_stops_the_call_in_the_scheduler(engine: Eng
 
     reader = asyncio.create_task(read())
     await begun.wait()
+    await becomes((1, 0), lambda: held(engine))
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    await becomes((0, 0), lambda: idle(engine))
+    await becomes((0, 0), lambda: held(engine))
 
 
 async def test_an_abort_ends_the_stream_with_a_reply_that_says_so(engine: EngineServer) -> None:
@@ -143,8 +143,9 @@ async def test_leaving_an_openai_stream_stops_the_call(engine: EngineServer) -> 
     stream = await engine.openai_chat(body, None, None)
     assert not isinstance(stream, dict)
     await anext(stream)
+    await becomes((1, 0), lambda: held(engine))
     await stream.aclose()  # type: ignore[attr-defined]
-    await becomes((0, 0), lambda: idle(engine))
+    await becomes((0, 0), lambda: held(engine))
 
 
 async def test_bad_openai_requests_are_refused_with_a_reason(engine: EngineServer) -> None:

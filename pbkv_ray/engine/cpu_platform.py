@@ -9,6 +9,8 @@ import os
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from pbkv_ray.engine import orphans
+
 PLATFORM = "pbkv_cpu"  # our entry point in sglang.srt.platforms
 PLUGIN = "pbkv"  # our entry point in sglang.srt.plugins
 ATTENTION_BACKEND = "pbkv_cpu_rows"
@@ -26,6 +28,7 @@ def has_accelerator() -> bool:
 
 def activate() -> str | None:
     """The entry point: the class path of our platform, or None where it must not be used."""
+    orphans.register()  # SGLang calls this while it imports itself, long before it loads plug-ins
     if has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return None
     return "pbkv_ray.engine.cpu_platform_class.PbkvCpuPlatform"

@@ -18,6 +18,7 @@ from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
 from pbkv_ray.engine.metrics import EngineMetrics
 from pbkv_ray.engine.models import resolve_model
 from pbkv_ray.engine.openai import OpenAIChat
+from pbkv_ray.engine.orphans import mark_parent
 from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, InputError
 
@@ -46,6 +47,7 @@ class EngineServer:
         accelerator = has_accelerator()
         arguments = engine_arguments(options, resolve_model(options.model), accelerator)
         select_platform(os.environ, accelerator)
+        mark_parent(os.environ)
         self.metrics = EngineMetrics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._processes = EngineProcesses(lambda: _start(arguments), self._engine_died)

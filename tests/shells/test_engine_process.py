@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,27 @@ def test_an_engine_that_cannot_start_says_so_and_leaves_nothing(
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
     names = [" ".join(psutil.Process(pid).cmdline()) for pid in left]
     assert [name for name in names if "resource_tracker" not in name] == []
+
+
+async def test_a_parent_killed_while_its_engine_starts_leaves_no_orphan(engine_options: EngineOptions) -> None:
+    program = (
+        "from pbkv_ray.config import EngineOptions; from pbkv_ray.engine.server import EngineServer\n"
+        f"if __name__ == '__main__': EngineServer(EngineOptions(model={engine_options.model!r}))"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=asyncio.subprocess.DEVNULL)
+
+    async def spawned() -> list[int]:
+        children = psutil.Process(parent.pid).children(recursive=True)
+        return [child.pid for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    async def any_spawned() -> bool:
+        return bool(await spawned())
+
+    await becomes(True, any_spawned, seconds=120)
+    pids = await spawned()
+    parent.kill()
+    await parent.wait()
+    await becomes([], lambda: alive(pids))
 
 
 async def _running(server: EngineServer) -> int:

@@ -72,7 +72,7 @@ def _rows(path: Path, file: Iterable[str]) -> Iterator[tuple[int, Json]]:
                 yield number, row
     except (ValueError, OSError, EOFError) as error:
         raise InputError(
-            f"{path.name}: line {number + 1} cannot be read ({error}); is it a JSON lines trace?"
+            f"{path.name}: line {max(1, number)} cannot be read ({error}); is it a JSON lines trace?"
         ) from None
 
 

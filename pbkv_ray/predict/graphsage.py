@@ -27,15 +27,15 @@ class NetOptions:
     width: int = 32  # of agent embeddings; the paper does not say, its 350k parameters fit
     hidden: int = 128
     dropout: float = 0.2
+    graph: bool = True  # embeddings, graph layers and attention; without them it is a plain MLP
     path_features: bool = True
-    agent_path: bool = True  # False: hidden states only ("text only")
     signals: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.agents < 1 or self.horizon < 1:
             raise ConfigError(f"a net of {self.agents} agents and {self.horizon} steps is none; give at least one each")
-        if not self.agent_path and not self.signals:
-            raise ConfigError("a net without the agents' path needs a hidden state; give signals or agent_path")
+        if not (self.graph or self.path_features or self.signals):
+            raise ConfigError("a net without inputs predicts nothing; give graph, path_features or signals")
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class GraphSage(nn.Module):
         # x W1 + (A x) W2 with A's weights on the edges is Eq. 3's [x || A x] W.
         self.layers = nn.ModuleList(GraphConv(width, width, aggr="add") for _ in range(2))
         self.query = nn.Linear(width, width, bias=False)
-        if options.agent_path:
+        if options.graph:
             inputs += 2 * width
-            if options.path_features:
-                self.features = nn.Sequential(nn.Linear(known, hidden), nn.ReLU(), nn.Dropout(options.dropout))
-                inputs += hidden
+        if options.path_features:
+            self.features = nn.Sequential(nn.Linear(known, hidden), nn.ReLU(), nn.Dropout(options.dropout))
+            inputs += hidden
         self.text = nn.ModuleDict(
             {
                 name: nn.Sequential(nn.LayerNorm(size), nn.Linear(size, 64), nn.ReLU())
@@ -102,22 +102,23 @@ class GraphSage(nn.Module):
         """[n, horizon, len(rows) + 1] logits, END last; `agents` from `agents()`, for the same `rows`."""
         n, horizon, known = len(inputs), self.options.horizon, self.options.agents
         parts: list[Tensor] = []
-        if self.options.agent_path:
+        if self.options.graph:
             current = agents[inputs.current]
             # Eq. 4: agents repeat in a path, and the weight of a call depends on its agent alone.
             score = self.query(current) @ agents.T / agents.shape[1] ** 0.5
             weight = torch.exp(score - score.amax(1, keepdim=True)) * inputs.earlier
             weight = weight / weight.sum(1, keepdim=True).clamp_min(1e-9)
             parts += [current, weight @ agents]
-            if self.options.path_features:
-                parts.append(self.features(inputs.features))
+        if self.options.path_features:
+            parts.append(self.features(inputs.features))
         parts += [self.text[name](inputs.signals[name]) for name in self.options.signals]
         state = self.head(torch.cat(parts, 1))
-        tied = self.tied(state).view(n, horizon, -1) @ agents.T / agents.shape[1] ** 0.5
         free = self.free(state).view(n, horizon, known + 1)
         # A new agent has no output of its own: only its place in the graph speaks for it.
         own = torch.cat((free[..., :known], free.new_zeros(n, horizon, 1)), 2)[..., rows]
-        return torch.cat((tied + own, free[..., known:]), 2)
+        if self.options.graph:
+            own = own + self.tied(state).view(n, horizon, -1) @ agents.T / agents.shape[1] ** 0.5
+        return torch.cat((own, free[..., known:]), 2)
 
 
 def transition_matrix(paths: list[list[int]], rows: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.errors import ConfigError, InputError
-from pbkv_ray.predict import features
+from pbkv_ray.predict import features, metrics
 from pbkv_ray.predict.calibration import fit_temperature, scale
 from pbkv_ray.predict.dataset import MASKED, Ints, Run, labels, vocabulary
 from pbkv_ray.predict.graphsage import GraphSage, Inputs, NetOptions, transition_matrix
@@ -156,6 +156,22 @@ def fit(
     model.temperature = fit_temperature(model.probability(held_data), held_label.numpy())
     model.facts = {"train": asdict(options), "validation_loss": losses, "parameters": _size(module)}
     return model
+
+
+def evaluate_held(model: Model, held: Sequence[Run]) -> dict[str, list[float]]:
+    """top1, nll, ece (debiased), each [K], of the calibrated forecasts on `held`; a step without samples has none."""
+    label = labels_of(held, model.agents, model.net.options.horizon)
+    forecast = model.forecast(inputs_of(held, model.agents, tuple(model.net.options.signals)))
+    known = [(k, rows) for k in range(label.shape[1]) if len(rows := np.flatnonzero(label[:, k] >= 0))]
+    measures = {
+        "top1": metrics.top1,
+        "nll": metrics.log_loss,
+        "ece": metrics.debiased_calibration_error,
+    }
+    return {
+        name: [round(measure(forecast[rows, k], label[rows, k]), 5) for k, rows in known]
+        for name, measure in measures.items()
+    }
 
 
 def _batch_loss(

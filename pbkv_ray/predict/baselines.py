@@ -1,0 +1,114 @@
+"""What is compared, behind one door: fit on runs of one workflow, forecast every position of others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pbkv_ray.core.forecast import Array
+from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts
+from pbkv_ray.predict.dataset import Run, labels, vocabulary
+from pbkv_ray.predict.graphsage import NetOptions
+from pbkv_ray.predict.train import Model, TrainOptions, fit, inputs_of
+
+
+class Fitted(Protocol):
+    def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
+        """[calls of all runs, K, len(agents) + 1], END last; an agent it does not know has probability zero."""
+
+    def complete(self, validation: Sequence[Run]) -> None:
+        """Temperatures are fixed; what can learn from the validation runs as well does so."""
+
+
+Fit = Callable[[Sequence[Run], Sequence[Run]], Fitted]  # (train, validation)
+
+
+def expand(probability: Array, own: Sequence[str], agents: Sequence[str]) -> Array:
+    """[..., len(own) + 1] as [..., len(agents) + 1]; agents that are not in `agents` are dropped."""
+    out = np.zeros((*probability.shape[:-1], len(agents) + 1))
+    index = {agent: i for i, agent in enumerate(own)}
+    known = [(i, index[agent]) for i, agent in enumerate(agents) if agent in index]
+    out[..., [i for i, _ in known]] = probability[..., [j for _, j in known]]
+    out[..., -1] = probability[..., -1]
+    return out
+
+
+class Majority:
+    """The same answer after every call: how often each agent, or END, comes k calls later."""
+
+    def __init__(self, train: Sequence[Run], horizon: int) -> None:
+        self._agents = vocabulary(train)
+        label = np.concatenate([labels(run, self._agents, horizon) for run in train])
+        classes = np.arange(len(self._agents) + 1)
+        counts = (label[:, :, None] == classes).sum(0) + 1e-3
+        self._step = counts / counts.sum(1, keepdims=True)
+
+    def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
+        calls = sum(len(run.agents) for run in runs)
+        return np.repeat(expand(self._step, self._agents, agents)[None], calls, 0)
+
+    def complete(self, validation: Sequence[Run]) -> None: ...
+
+
+class Counts:
+    """`VariableOrderCounts` fed with whole runs, one after the other."""
+
+    def __init__(self, train: Sequence[Run], options: CountsOptions) -> None:
+        self.counts = VariableOrderCounts(options)
+        self._horizon = options.horizon
+        self.complete(train)
+
+    def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
+        # Asking registers unknown agents, so that the columns may grow on the way.
+        histories = [(run.workflow, run.agents[: i + 1]) for run in runs for i in range(len(run.agents))]
+        forecasts = [self.counts.forecast(workflow, history, self._horizon) for workflow, history in histories]
+        return np.stack([expand(f.step, f.agents, agents) for f in forecasts if f is not None])
+
+    def complete(self, validation: Sequence[Run]) -> None:
+        for run in validation:
+            for i, agent in enumerate(run.agents):
+                self.counts.observe(run.workflow, run.agents[:i], agent)
+            self.counts.observe(run.workflow, run.agents, None)
+
+
+@dataclass
+class Net:
+    model: Model
+
+    def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
+        inputs = inputs_of(runs, self.model.agents, tuple(self.model.net.options.signals))
+        return expand(self.model.probability(inputs), self.model.agents, agents)
+
+    def complete(self, validation: Sequence[Run]) -> None: ...
+
+
+def candidates(runs: Sequence[Run], horizon: int, train: TrainOptions) -> dict[str, Fit]:
+    """Name -> fit. Models that read text are there when every run has hidden states."""
+
+    def counts(order: int, visits: int) -> Fit:
+        options = CountsOptions(order=order, visits=visits, horizon=horizon)
+        return lambda runs, _: Counts(runs, options)
+
+    def net(graph: bool, path_features: bool, *signals: str) -> Fit:
+        widths = {name: runs[0].hidden[name].shape[1] for name in signals}
+        options = NetOptions(1, horizon, graph=graph, path_features=path_features, signals=widths)
+        return lambda runs, validation: Net(fit(runs, validation, options, train))
+
+    models: dict[str, Fit] = {
+        "majority": lambda runs, _: Majority(runs, horizon),
+        "counts of order 1": counts(1, 0),
+        "counts of order 2": counts(2, 0),
+        "counts of order 3": counts(3, 0),
+        "variable-order counts": counts(8, 4),
+        "mlp": net(False, True),
+        "path only": net(True, False),
+        "graphsage": net(True, True),
+    }
+    signals = [name for name in runs[0].hidden if all(name in run.hidden for run in runs)]
+    for name in signals:
+        models[f"text only ({name})"] = net(False, False, name)
+        models[f"graphsage + {name}"] = net(True, True, name)
+    if len(signals) > 1:
+        models["graphsage + all signals"] = net(True, True, *signals)
+    return models

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.steering import Steering
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.calls import Call, Caller, Chunk
 from pbkv_ray.engine.server import EngineServer
@@ -56,7 +57,8 @@ class EngineReplica:
     def __init__(self, options: EngineOptions, health_timeout_s: float = 25.0) -> None:
         self.replica_id = _replica_id()
         self._health_timeout_s = health_timeout_s
-        self.server = EngineServer(options, replica=self.replica_id, on_death=_end_replica)
+        self.steering = Steering(options, _application(), self.replica_id)
+        self.server = EngineServer(self.steering.options, replica=self.replica_id, on_death=_end_replica)
 
     async def stream(self, call: Call) -> AsyncIterator[Chunk]:
         """`Transport.stream` as a Serve streaming method."""
@@ -98,12 +100,15 @@ class EngineReplica:
         return [os.getpid(), *sorted(self.server.pids)]
 
     async def check_health(self) -> None:
-        """Serve calls it; raising marks the replica unhealthy."""
+        """Serve calls it, first of all right after the start; raising marks the replica unhealthy."""
+        self.steering.start(self.server.engine)
         await self.server.check_health(self._health_timeout_s)
 
     async def __del__(self) -> None:
         """Serve awaits it when the replica stops in an orderly way; when it does not, the kernel ends the engine."""
-        server = getattr(self, "server", None)
+        steering, server = getattr(self, "steering", None), getattr(self, "server", None)
+        if steering is not None:
+            await steering.close()
         if server is not None:
             await asyncio.to_thread(server.shutdown)
 
@@ -159,6 +164,12 @@ def _replica_id() -> str:
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _application() -> str:
+    from ray import serve
+
+    return str(serve.get_replica_context().app_name)
 
 
 def _end_replica(reason: str) -> None:

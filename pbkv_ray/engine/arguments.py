@@ -6,6 +6,7 @@ from typing import Any
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.engine.cpu_platform import cpu_arguments
 from pbkv_ray.engine.models import DEFAULT
+from pbkv_ray.engine.policies import policy_arguments
 from pbkv_ray.errors import ConfigError
 
 
@@ -53,13 +54,4 @@ def engine_arguments(options: EngineOptions, model_path: str, accelerator: bool)
         }
     if not accelerator:
         arguments |= cpu_arguments()
-    return arguments | policy_arguments(options) | options.extra
-
-
-def policy_arguments(options: EngineOptions) -> dict[str, Any]:
-    """What selects the eviction policy in SGLang."""
-    if options.policy == "lru":
-        return {}
-    if options.policy == "session":
-        return {"enable_session_radix_cache": True}
-    return {"radix_cache_backend": "pbkv"}
+    return arguments | policy_arguments(options.policy) | options.extra

@@ -43,6 +43,7 @@ class EngineServer:
         self._on_death = on_death
         self._openai: OpenAIChat | None = None
         self._created = int(time.time())
+        self._open: set[str] = set()
         self.epoch = uuid.uuid4().hex  # new at every start: an engine that came back is empty
         accelerator = has_accelerator()
         arguments = engine_arguments(options, resolve_model(options.model), accelerator)
@@ -69,11 +70,14 @@ class EngineServer:
     async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """Answer `call` piece by piece; leaving the iterator early aborts the call in the scheduler."""
         self.enter()
+        if call.call_id in self._open:
+            raise InputError(f"call {call.call_id} is running already; a call needs an id of its own")
         started = time.perf_counter()
-        prompt = await asyncio.to_thread(self._tokenize, call)
         sent, first, output = "", 0.0, None
+        self._open.add(call.call_id)
         self.metrics.running += 1
         try:
+            prompt = await asyncio.to_thread(self._tokenize, call)
             async with contextlib.aclosing(_translated(self._request(call, prompt))) as outputs:
                 async for output in outputs:
                     first = first or time.perf_counter() - started
@@ -91,6 +95,7 @@ class EngineServer:
             raise
         finally:
             self.metrics.running -= 1
+            self._open.discard(call.call_id)
             self.abort(call.call_id)  # does nothing for a finished call
 
     def abort(self, call_id: str) -> None:

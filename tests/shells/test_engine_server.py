@@ -113,6 +113,17 @@ async def test_an_abort_ends_the_stream_with_a_reply_that_says_so(engine: Engine
     assert reply.reason == "abort"
 
 
+async def test_a_call_id_is_used_once_at_a_time_and_the_first_call_is_unharmed(engine: EngineServer) -> None:
+    asked = call("Count twice.", max_tokens=40)
+    stream = engine.stream(asked)
+    await anext(stream)
+    with pytest.raises(InputError, match="is running already"):
+        await answer(engine, asked)
+    *_, last = [chunk async for chunk in stream]
+    assert last.reply is not None
+    assert (last.reply.reason, last.reply.output_tokens) == ("length", 40)
+
+
 async def test_the_openai_protocol_answers_whole_and_in_pieces(engine: EngineServer) -> None:
     body = {"model": "default", "messages": [{"role": "user", "content": LONG}], "max_tokens": 6, "temperature": 0}
     whole = await engine.openai_chat(body, call("").caller, None)

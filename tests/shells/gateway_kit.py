@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,23 +41,31 @@ class Kit:
         transport = httpx.ASGITransport(self.app())
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
-    @contextlib.asynccontextmanager
-    async def served(self) -> AsyncIterator[str]:
-        """Behind uvicorn on a free port of loopback."""
-        config = uvicorn.Config(self.app(), host="127.0.0.1", port=0, log_level="error", lifespan="on")
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        serving = asyncio.create_task(server.serve())
-        try:
-            while not server.started:
-                if serving.done():
-                    serving.result()
-                await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            await serving
+    def served(self) -> contextlib.AbstractAsyncContextManager[str]:
+        return served(self.app())
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+@contextlib.asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """`app` behind uvicorn on a free port of loopback; the address."""
+    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await eventually(server.up)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 async def eventually(happened: asyncio.Event, seconds: float = 10.0) -> None:

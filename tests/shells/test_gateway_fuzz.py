@@ -71,10 +71,10 @@ LIKELY = st.sampled_from(
 )
 
 
-def bodies(path: str) -> st.SearchStrategy[Any]:
+def bodies(path: str, workflow: str = "hover") -> st.SearchStrategy[Any]:
     fields = CHAT if path.startswith("/v1/chat") else list(POSTS[path].model_fields)
     shaped = st.dictionaries(st.sampled_from(fields) | TEXT, LIKELY | JSON, max_size=6)
-    started = {"assistant_id": "hover"} if "assistant_id" in fields else {}
+    started: dict[str, Any] = {"assistant_id": workflow} if "assistant_id" in fields else {}
     started |= {"messages": [{"role": "user", "content": "hi"}]} if "messages" in fields else {}
     return shaped | shaped.map(lambda body: {**started, **body}) | JSON
 

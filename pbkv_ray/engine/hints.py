@@ -1,6 +1,7 @@
 """What the outside tells the scheduler: who makes a request, and what runs will do next. Wire formats, both ends.
 
-Who makes a request travels in SGLang's own `kv_hints` envelope, which its chat protocol does not take from clients.
+Who makes a request travels in its `custom_params`, which SGLang's chat protocol passes on too (its `kv_hints` it does
+not): the gateway lets no client set them.
 Forecasts and endings travel as one JSON text through SGLang's broadcast (`engine.link`), so that ranks agree.
 """
 
@@ -18,9 +19,7 @@ from pbkv_ray.core.forecast import Forecast
 
 logger = logging.getLogger(__name__)
 
-OWNER = "pbkv.owner"
 RPC = "pbkv_apply"  # the method of SGLang's scheduler that takes a payload
-_VERSION = "1"
 _DIGITS = 4  # of a probability; the payload is most of a broadcast's cost
 
 
@@ -31,24 +30,21 @@ class Owner:
     run: str
     agent: str
     workflow: str = ""
-    step: int = 0
 
 
-def owner_hints(caller: Caller) -> dict[str, Any]:
-    """`kv_hints` of a request that `caller` makes, for `sglang.Engine.async_generate` or GenerateReqInput."""
-    payload = {"run": caller.run_id, "agent": caller.agent, "workflow": caller.workflow, "step": caller.step}
-    action = {"action_id": "owner", "action_type": OWNER, "action_version": _VERSION, "payload": payload}
-    return {"protocol_version": "1", "message_id": "", "actions": [action]}
+def owner_params(caller: Caller) -> dict[str, Any]:
+    """`custom_params` of a request that `caller` makes (SGLang's sampling parameters)."""
+    return {"run": caller.run_id, "agent": caller.agent, "workflow": caller.workflow, "step": caller.step}
 
 
 def owner_of(req: Any) -> Owner | None:
     """The owner that a scheduler's request names; None when it names none, or not in our format."""
-    envelope = req.kv_hints
-    for action in envelope.actions if envelope is not None else ():
-        if action.action_type == OWNER and action.action_version == _VERSION:
-            run, agent, workflow, step = (action.payload.get(k) for k in ("run", "agent", "workflow", "step"))
-            if isinstance(run, str) and run and isinstance(agent, str):
-                return Owner(run, agent, workflow if isinstance(workflow, str) else "", int(step or 0))
+    params = req.sampling_params.custom_params
+    if not isinstance(params, dict):
+        return None
+    run, agent, workflow = params.get("run"), params.get("agent"), params.get("workflow", "")
+    if isinstance(run, str) and run and isinstance(agent, str) and isinstance(workflow, str):
+        return Owner(run, agent, workflow)
     return None
 
 

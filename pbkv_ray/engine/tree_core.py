@@ -6,7 +6,8 @@ Nothing here may fail an eviction: when the index raises, the walk goes on in SG
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
 from pbkv_ray.core.owners import OwnersOptions
-from pbkv_ray.core.reuse import ReuseIndex, Tier
+from pbkv_ray.core.reuse import Reason, ReuseIndex, Tier
 from pbkv_ray.core.scores import score_of
 from pbkv_ray.engine.policies import RadixOptions
 
@@ -29,6 +30,7 @@ class TreeCount:
     evicted_tokens: list[dict[str, int]] = field(
         default_factory=lambda: [{"retired": 0, "scored": 0, "recency": 0} for _ in Tier]
     )
+    recent: deque[tuple[str, int, str, float]] = field(default_factory=lambda: deque(maxlen=32))
     partial: int = 0  # leaves of which only the tail was freed
     fallbacks: int = 0  # eviction walks that ended in LRU order because the index raised
     failures: int = 0  # times the index had to be given up until the next flush
@@ -46,6 +48,7 @@ class OwnedTreeCore(UnifiedTreeCore):
             recency=_recency,
         )
         self.trusted = True  # False: the index missed something and is out of step with the tree
+        self.left_device: list[Callable[[UnifiedTreeNode], None]] = []  # who hears of nodes that leave the device
         super().__init__(replace(params, eviction_policy_config=None), components)
 
     def reset(self) -> None:
@@ -87,11 +90,18 @@ class OwnedTreeCore(UnifiedTreeCore):
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
         self.tell(self.index.remove, node)
+        for hear in self.left_device:
+            self.tell(hear, node)
 
-    def victims(self, tier: Tier) -> "Iterator[UnifiedTreeNode]":
+    def _demote(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
+        super()._demote(node, *args, **kwargs)
+        for hear in self.left_device:
+            self.tell(hear, node)
+
+    def victims(self, tier: Tier) -> Generator[UnifiedTreeNode, None, None]:
         """Evictable leaves of `tier`, the one to go next first; close it. Raises what the index raises."""
         leaves = self.evictable_device_leaves if tier is Tier.DEVICE else self.evictable_host_leaves
-        walk = self.index.victims(tier)
+        walk: Any = self.index.victims(tier)
         try:
             for node in walk:
                 if node in leaves:
@@ -100,6 +110,12 @@ class OwnedTreeCore(UnifiedTreeCore):
                     self._report(node)
         finally:
             walk.close()
+
+    def note(self, tier: Tier, node: UnifiedTreeNode, reason: Reason) -> None:
+        """`node` goes now."""
+        self.count.evicted_tokens[tier][reason] += len(node.key)
+        if self.options.facts and (why := self.index.explain(node)) is not None:
+            self.count.recent.append((tier.name.lower(), len(node.key), reason, round(why.key[1], 6)))
 
     def cut_tail(self, node: UnifiedTreeNode, tokens: int, actions: list[Any]) -> None:
         """Split an evictable leaf so that `node` is only its last `tokens` tokens. Nobody has used either half now."""
@@ -117,7 +133,8 @@ class OwnedFullComponent(FullComponent):
     def __init__(self, cache: Any, params: Any) -> None:
         super().__init__(cache, params)
         self.shortfall: int | None = None  # tokens that the eviction under way is really for, if the cache said so
-        self._victims: Iterator[UnifiedTreeNode] | None = None
+        self.retired_only = False  # the eviction under way must not touch active nodes
+        self._victims: Generator[UnifiedTreeNode, None, None] | None = None
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
         super().redistribute_on_node_split(new_parent, child)
@@ -134,6 +151,7 @@ class OwnedFullComponent(FullComponent):
     def _evict_device_next_node(
         self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: list[Any]
     ) -> int | None:
+        core = self.tree_core
         if self._victims is not None:
             if tracker[FULL] >= self._evict_device_request_cnt:
                 return None
@@ -141,9 +159,11 @@ class OwnedFullComponent(FullComponent):
                 node = next(self._victims, None)
             except Exception:
                 self._fall_back()
-                super()._evict_device_start(self._evict_device_request_cnt)
+                super()._evict_device_start(0 if self.retired_only else self._evict_device_request_cnt)
             else:
-                return None if node is None else self._chosen(node, tracker[FULL], cache_actions)
+                if node is None or (self.retired_only and core.index.reason(node) != "retired"):
+                    return None
+                return self._chosen(node, tracker[FULL], cache_actions)
         return super()._evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
 
     def _evict_device_end(self) -> None:
@@ -161,7 +181,7 @@ class OwnedFullComponent(FullComponent):
             take = -(-max(asked - freed, part) // core.page_size) * core.page_size
             if len(node.key) - take >= part:
                 core.cut_tail(node, take, cache_actions)
-        core.count.evicted_tokens[Tier.DEVICE][reason] += len(node.key)
+        core.note(Tier.DEVICE, node, reason)
         return int(node.id)
 
     def drive_host_eviction(
@@ -178,7 +198,7 @@ class OwnedFullComponent(FullComponent):
                     break
                 if node is None:
                     return
-                core.count.evicted_tokens[Tier.HOST][core.index.reason(node)] += len(node.key)
+                core.note(Tier.HOST, node, core.index.reason(node))
                 core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
             core.tell(victims.close)
         super().drive_host_eviction(num_tokens, tracker, device_frees, host_frees, cache_actions)
@@ -192,4 +212,4 @@ class OwnedFullComponent(FullComponent):
 
 
 def _recency(node: UnifiedTreeNode) -> float:
-    return node.last_access_time  # type: ignore[no-any-return]
+    return node.last_access_time

@@ -100,6 +100,8 @@ class BareCache:
             PbkvCpuPlatform().init_backend()
             self.cache.init_hicache(server, params)
             self.cache.load_back_threshold = 0
+        if hasattr(self.cache, "attach"):
+            self.cache.attach(0)
         self._calls = 0
 
     @property
@@ -116,22 +118,22 @@ class BareCache:
 
     def begin(self, caller: Caller | None, prompt: Sequence[int]) -> Any:
         """A request whose prompt is computed and in the tree; it holds its path locked until `finish`."""
-        from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        from pbkv_ray.engine.hints import owner_hints
+        from pbkv_ray.engine.hints import owner_params
 
         self._calls += 1
         req: Any = Req(
             rid=str(self._calls),
             origin_input_text="",
             origin_input_ids=array("q", prompt),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+            sampling_params=SamplingParams(
+                temperature=0, max_new_tokens=1, custom_params=None if caller is None else owner_params(caller)
+            ),
             session_id=None if caller is None else caller.run_id,
-            kv_hints=None if caller is None else decode_kv_hints_envelope(owner_hints(caller)),
         )
         if self.cache.enable_session_radix_cache and caller is not None:
             req.session_generation = self.cache.ensure_session_generation(caller.run_id)

@@ -3,8 +3,7 @@
 import os
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from importlib import import_module
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.checkpoints import open_checkpointer
 from deployments.gateway import create_app
 from deployments.metrics import Text
+from deployments.registry import Workflows
 from deployments.remote import RUN_SERVICE, RemoteRunService, texts_of
 from deployments.runner import Runner
 from deployments.service import RunEvent
@@ -24,17 +24,8 @@ from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.control.pump import EventPump
-from pbkv_ray.errors import ConfigError, InputError
+from pbkv_ray.errors import InputError
 from pbkv_ray.store import Store
-
-
-def load_registry(path: str) -> Any:
-    """The mapping that `module:attribute` names. Raises ConfigError."""
-    module, _, attribute = path.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"registry is {path!r}, which cannot be loaded ({error}); give module:attribute") from error
 
 
 def application() -> str:
@@ -63,7 +54,7 @@ class RunnerHost:
         self._runner = Runner(
             store,
             checkpointer,
-            load_registry(args.registry),
+            Workflows(args.registry),
             HandleTransport(engine),
             reporter.pump.emit,
             RunnerOptions(max_running=args.max_running),
@@ -77,8 +68,9 @@ class RunnerHost:
         return await getattr(self._runner, method)(*arguments)
 
     async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncIterator[RunEvent]:
-        async for event in self._runner.stream_run(thread_id, run_id, after):
-            yield event
+        async with aclosing(self._runner.stream_run(thread_id, run_id, after)) as events:
+            async for event in events:
+                yield event
 
     async def labelled_metrics(self) -> tuple[str, str]:
         """This replica's id, and its metrics as a Prometheus text."""
@@ -101,7 +93,6 @@ class GatewayHost:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Serve's
         self._reporter = _Reporter("gateway", application())
-        registry = load_registry(self._args.registry)
 
         async def controller() -> Text:
             return controller_text(await self._reporter.client.counts())
@@ -110,7 +101,7 @@ class GatewayHost:
             RemoteRunService(self._runner),
             HandleTransport(self._engine),
             self._args.gateway_options(),
-            workflows={name: spec.description for name, spec in registry.items()},
+            workflows={spec.name: spec.description for spec in Workflows(self._args.registry)},
             emit=self._reporter.pump.emit,
             metrics_parts={
                 "engine": lambda: texts_of(self._engine),

@@ -12,6 +12,11 @@ from pbkv_ray.engine.models import DEFAULT_FOLDER, cache_dir
 from pbkv_ray.engine.models import tiny_model as make_tiny_model
 from pbkv_ray.engine.server import EngineServer
 
+# Before any module imports ray: it reads them once.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
+os.environ.setdefault("RAY_worker_niceness", "0")  # engines are Ray workers; Ray would run them at 15
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several engines spin against each other on two cores
 
 
@@ -50,9 +55,6 @@ def engine(engine_options: EngineOptions) -> Iterator[EngineServer]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this process on loopback; four logical CPUs, whatever the machine has."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
     import ray
 
     ray.init(

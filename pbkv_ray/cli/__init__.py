@@ -7,21 +7,25 @@ from rich.console import Console
 
 from pbkv_ray.errors import PbkvError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-console = Console()
 errors = Console(stderr=True)
 
 
-def main() -> None:
-    """Ends with 0, with 1 when something of ours failed, with 2 when the request was wrong."""
+def build_app() -> typer.Typer:
+    """The command with all its subcommands."""
     from pbkv_ray.cli import local, runs, submit
 
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
     app.command("serve")(local.serve)
     app.command("demo")(local.demo)
     app.command("submit")(submit.submit)
     app.add_typer(runs.app, name="runs")
+    return app
+
+
+def main() -> None:
+    """Ends with 0, with 1 when something of ours failed, with 2 when the request was wrong."""
     try:
-        app()
+        build_app()()
     except PbkvError as error:
         errors.print(f"pbkv: {error}", style="red", markup=False, highlight=False)
         sys.exit(error.exit_code)

@@ -77,6 +77,7 @@ def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports are remote code execution
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
+    os.environ.setdefault("RAY_worker_niceness", "0")  # engines are Ray workers; Ray would run them at 15
     from deployments.app import run_local, stop_local
     from deployments.settings import AppArgs
 

@@ -1,10 +1,10 @@
-"""EngineOptions -> the keyword arguments of `sglang.Engine`. Pure; needs no SGLang."""
+"""EngineOptions -> the keyword arguments of `sglang.Engine`. Needs no SGLang."""
 
 from pathlib import Path
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
-from pbkv_ray.engine.cpu_platform import cpu_arguments
+from pbkv_ray.engine.cpu_platform import cpu_arguments, default_dtype
 from pbkv_ray.engine.models import DEFAULT
 from pbkv_ray.engine.policies import policy_arguments
 from pbkv_ray.errors import ConfigError
@@ -18,8 +18,8 @@ def served_name(model: str) -> str:
     return path.name if path.is_dir() else model
 
 
-def engine_arguments(options: EngineOptions, model_path: str, accelerator: bool) -> dict[str, Any]:
-    """Arguments for `sglang.Engine`; `options.extra` has the last word.
+def engine_arguments(options: EngineOptions, model_path: str, accelerator: bool, **switches: Any) -> dict[str, Any]:
+    """Arguments for `sglang.Engine`; `options.extra` has the last word. `switches` are those of `policies`.
 
     On a machine with an accelerator SGLang keeps its own choice of kernels, and of pool sizes that are zero.
     Raises ConfigError when a CPU engine is left without a pool size.
@@ -54,4 +54,6 @@ def engine_arguments(options: EngineOptions, model_path: str, accelerator: bool)
         }
     if not accelerator:
         arguments |= cpu_arguments()
-    return arguments | policy_arguments(options.policy) | options.extra
+        if options.dtype == "auto":
+            arguments["dtype"] = default_dtype(Path("/proc/cpuinfo").read_text())
+    return arguments | policy_arguments(options.policy, **switches) | options.extra

@@ -64,6 +64,12 @@ def cpu_arguments() -> dict[str, Any]:
     }
 
 
+def default_dtype(cpuinfo: str) -> str:
+    """The number format for a CPU with the `flags` of /proc/cpuinfo. Without bfloat16 instructions PyTorch's bfloat16
+    products are slow: seven times as slow as float32 in prefill on an AVX2 machine."""
+    return "auto" if {"avx512_bf16", "amx_bf16"} & set(cpuinfo.split()) else "float32"
+
+
 def copy_between_pools(
     src_layers: Sequence[Any], dst_layers: Sequence[Any], src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:

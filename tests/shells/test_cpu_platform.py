@@ -101,3 +101,11 @@ def test_a_cpu_engine_needs_to_be_told_its_pool() -> None:
 def test_extra_arguments_have_the_last_word() -> None:
     options = EngineOptions(model="default", extra={"attention_backend": "torch_native"})
     assert engine_arguments(options, "/models/m", accelerator=False)["attention_backend"] == "torch_native"
+
+
+def test_bfloat16_is_used_only_where_the_cpu_has_instructions_for_it():
+    from pbkv_ray.engine.cpu_platform import default_dtype
+
+    assert default_dtype("flags : fpu avx2 fma") == "float32"
+    assert default_dtype("flags : avx512f avx512_bf16 fma") == "auto"
+    assert default_dtype("flags : amx_bf16") == "auto"

@@ -1,0 +1,139 @@
+"""The whole application: gateway, runner, controller and a real engine (the tiny random-weight model) on Ray Serve."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from langgraph_sdk import get_client
+from typer.testing import CliRunner
+
+from tests.e2e import openai_script, sdk_script
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine]
+
+QUICK = {"task": "hello", "rounds": 2}
+SLOW = {"task": "hello", "rounds": 50, "answer_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from deployments.app import run_local, stop_application
+    from deployments.settings import AppArgs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("app")
+    args = AppArgs.checked(
+        {
+            "model": str(tiny_model),
+            "policy": "pbkv",
+            "device_pool_tokens": 8_192,
+            "context_length": 4_096,
+            "engine_threads": 1,
+            "database": f"sqlite+aiosqlite:///{folder}/runs.sqlite",
+            "registry": "tests.e2e.echo_workflow:REGISTRY",
+        }
+    )
+    run_local(args, "127.0.0.1", port, name="pbkv-tests")
+    yield f"http://127.0.0.1:{port}"
+    stop_application("pbkv-tests")
+
+
+def metric(text: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    assert lines, f"{name} is not exposed"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+async def test_the_stock_langgraph_client_works_unchanged(url: str):
+    seen = await sdk_script.exercise(url, "echo", QUICK, SLOW)
+    assert seen["assistants"]["graph_nodes"] == ["__start__", "speaker", "counter", "__end__"]
+    assert (seen["background"]["status"], seen["background"]["values"]["done"]) == ("success", 2)
+    assert (seen["busy"]["cancelled"], seen["busy"]["queued"]) == ("interrupted", "success")
+    assert seen["stateless"]["batch"] == ["success", "success"]
+
+
+async def test_the_stock_openai_client_works_unchanged(url: str):
+    seen = await asyncio.to_thread(openai_script.exercise, url)
+    assert seen["refused"] == ["UnprocessableEntityError", "NotFoundError"] or seen["refused"][1] == "NotFoundError"
+
+
+async def test_calls_and_the_cache_are_accounted_to_the_run(url: str):
+    async with get_client(url=url, api_key="") as client:
+        run = await client.runs.create(None, "echo", input={"task": "a long enough task " * 20, "rounds": 3})
+        await client.runs.join(run["thread_id"], run["run_id"])
+    async with httpx.AsyncClient(base_url=url) as http:
+        calls = (await http.get(f"/v1/runs/{run['run_id']}/calls")).json()
+    assert [(call["agent"], call["step"]) for call in calls] == [("speaker", 1), ("speaker", 3), ("speaker", 5)]
+    # The task is the same in every round: from the second call on it comes from the device tier.
+    assert calls[0]["prompt_tokens"] > 100
+    assert all(call["device_cached_tokens"] > 100 for call in calls[1:])
+    assert {call["reason"] for call in calls} <= {"stop", "length"}
+
+
+async def test_cancelling_a_run_stops_its_call_in_the_engine(url: str):
+    from ray import serve
+
+    engine = serve.get_deployment_handle("Engine", "pbkv-tests")
+    async with get_client(url=url, api_key="") as client:
+        run = await client.runs.create(None, "echo", input=SLOW)
+        async with asyncio.timeout(60):
+            while (await engine.load.remote())["running"] == 0:
+                await asyncio.sleep(0.05)
+            await client.runs.cancel(run["thread_id"], run["run_id"], wait=True)
+            while any((await engine.load.remote()).values()):
+                await asyncio.sleep(0.05)
+        assert (await client.runs.get(run["thread_id"], run["run_id"]))["status"] == "interrupted"
+
+
+async def test_the_controller_heard_of_every_run_and_steered_the_engine(url: str):
+    async with get_client(url=url, api_key="") as client:
+        run = await client.runs.create(None, "echo", input=QUICK)
+        await client.runs.join(run["thread_id"], run["run_id"])
+    async with httpx.AsyncClient(base_url=url) as http, asyncio.timeout(60):
+        while metric(text := (await http.get("/metrics")).text, "pbkv_controller_runs_active") > 0:
+            await asyncio.sleep(0.1)
+    assert metric(text, "pbkv_controller_runs_completed_total") >= 1
+    assert metric(text, "pbkv_controller_calls_finished_total") >= 2
+    assert metric(text, "pbkv_controller_action_retirerun_total") >= 1
+    assert metric(text, "pbkv_controller_replicas") == 1
+    assert metric(text, "sglang:prompt_tokens_total") > 0
+    assert metric(text, "pbkv_engine_tokens_total") > 0
+
+
+def test_submit_prints_one_json_row_a_run(url: str, monkeypatch: pytest.MonkeyPatch):
+    from pbkv_ray.cli import build_app
+
+    result = CliRunner().invoke(build_app(), ["submit", "echo", "--input", json.dumps(QUICK), "--json", "--url", url])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["runs"]
+    assert (row["workflow"], row["status"], row["agents"], row["calls"]) == ("echo", "success", ["speaker"] * 2, 2)
+    assert sorted(row) == [
+        "agents", "calls", "device_cached_tokens", "host_cached_tokens", "output_tokens", "prompt_tokens",
+        "run_id", "seconds", "status", "workflow",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["submit", "echo", "--input", "{"], "--input is no JSON"),
+        (["submit", "echo", "--input", "[1]"], "--input is a JSON list; it must be an object"),
+        (["submit", "hover", "--file", "missing.json"], "--file missing.json does not exist"),
+        (["submit", "no-such", "--limit", "1"], "workflow 'no-such' is unknown; known are finance, hover, swe"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence(arguments: list[str], said: str):
+    from pbkv_ray.cli import build_app
+    from pbkv_ray.errors import PbkvError
+
+    result = CliRunner().invoke(build_app(), arguments)
+    assert isinstance(result.exception, PbkvError)
+    assert said in str(result.exception)
+    assert result.exception.exit_code == 2

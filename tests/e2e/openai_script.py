@@ -58,6 +58,7 @@ def exercise(url: str, api_key: str = "none", run_id: str = "openai-script") -> 
         "text": whole.choices[0].message.content,
         "streamed": "".join(pieces),
         "reason": reason,
+        "refused": refused,
         "usage": usage.model_dump(include={"prompt_tokens", "completion_tokens"}),
     }
 

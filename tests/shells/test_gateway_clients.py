@@ -56,5 +56,6 @@ async def test_the_openai_client_works_unchanged(options: GatewayOptions) -> Non
         "text": "Hello there",
         "streamed": "Hello there",
         "reason": "stop",
+        "refused": ["UnprocessableEntityError", "NotFoundError"],
         "usage": {"prompt_tokens": 9, "completion_tokens": 2},
     }

@@ -8,7 +8,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from langgraph.graph import StateGraph
 from langgraph.graph.state import CompiledStateGraph
-from langgraph.types import StateSnapshot
+from langgraph.types import Interrupt, StateSnapshot
 from pydantic import BaseModel, ValidationError
 from pydantic.errors import PydanticUserError
 
@@ -130,8 +130,15 @@ class Graphs:
         if base_checkpoint is None:
             await self.forget(run.thread_id)
             return
-        config = thread_config(run.thread_id, base_checkpoint)
-        await self.compiled(run.workflow).aupdate_state(config, None, as_node="__copy__")
+        graph = self.compiled(run.workflow)
+        base = await graph.aget_state(thread_config(run.thread_id, base_checkpoint))
+        copied = await graph.aupdate_state(base.config, None, as_node="__copy__")
+        copy = await graph.aget_state(copied)
+        for before, now in zip(base.tasks, copy.tasks, strict=False):
+            # LangGraph leaves the open questions behind; a question's id names the task that asks it.
+            asked = [Interrupt.from_ns(one.value, f"{now.name}:{now.id}") for one in before.interrupts]
+            if asked:
+                await self._checkpointer.aput_writes(copied, [("__interrupt__", asked)], now.id)
 
 
 def _schema(make: Callable[[], Json | None]) -> Json | None:

@@ -64,14 +64,17 @@ class RunLog:
         if len(data) > self._max_event_bytes:
             self._metrics.events_dropped.labels("too large").inc()
             return
+        if self.closed:
+            return
         self._queue()
         self.events.append((event, data))
         while len(self.events) >= MAX_WAITING and not self.closed:
             await self.flushed.wait()
 
     def record(self, call: CallRow) -> None:
-        self._queue()
-        self.calls.append(call)
+        if not self.closed:
+            self._queue()
+            self.calls.append(call)
 
     def _queue(self) -> None:
         self.flushed.clear()

@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, replace
 from time import time
 from typing import Any, Literal
@@ -89,6 +89,7 @@ class Runner:
     async def start(self) -> None:
         """Starts to execute runs, those that others left behind included."""
         await self._scheduler.start()
+        self._in_background(self._prune_for_ever())
 
     async def close(self) -> None:
         """Gives the runs in flight back to the queue. The store and the checkpointer stay open."""
@@ -212,18 +213,17 @@ class Runner:
         await self._store.runs.delete(run.run_id)
 
     async def wait_run(self, thread_id: str | None, run_id: str) -> Json:
-        run: RunRow | None = await self._store.runs.get(run_id, thread_id)
+        await self._store.runs.get(run_id, thread_id)
         with self._wakeups.subscribed(run_id) as news:
-            while run is not None and run.inflight:
+            while (run := await self._store.runs.find(run_id)) is not None and run.inflight:
                 await wait_for_news(news, self._options.poll_s)
                 news.clear()
-                run = await self._store.runs.find(run_id)
         if run is None:
             return {"__error__": _gone()}
         values: Json = json.loads(run.output or "null") or {}
         return values
 
-    async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncIterator[RunEvent]:
+    async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncGenerator[RunEvent, None]:
         run: RunRow | None = await self._store.runs.get(run_id, thread_id)
         assert run is not None
         stops = request_from_text(run.request).cancel_on_disconnect
@@ -286,6 +286,15 @@ class Runner:
                 await self._store.threads.delete(thread_id)
             deleted_threads += len(stale)
         return {"runs": deleted_runs, "threads": deleted_threads}
+
+    async def _prune_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.prune_every_s)
+            try:
+                deleted = await self.prune(self._options.retention_s)
+                logger.info("pruned %d runs and %d threads", deleted["runs"], deleted["threads"])
+            except Exception:
+                logger.exception("old runs could not be pruned; the next round tries again")
 
     async def tick(self) -> None:
         """One round of what `start` repeats: renew leases, obey stop requests, take over orphans."""

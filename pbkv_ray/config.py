@@ -70,6 +70,8 @@ class RunnerOptions:
     max_steps: int = 1_000  # the highest recursion_limit that a request may ask for
     max_event_bytes: int = 4_194_304
     max_calls_per_run: int = 4_096  # kept in the record; later ones are counted only
+    retention_s: float = 30 * 86_400.0  # ended runs and idle threads are deleted so long after
+    prune_every_s: float = 3_600.0
 
     def __post_init__(self) -> None:
         _positive(self, *self.__slots__)

@@ -14,7 +14,7 @@ async def main(url: str) -> None:
         runner = await kit.runner()
         run = await runner.create_run(request("wait for the end"))
         await kit.transport.waiting.wait()
-        while (await runner.thread_state(run["thread_id"], None))["next"] != ["write"]:  # noqa: ASYNC110
+        while (await runner.thread_state(run["thread_id"], None))["next"] != ["write"]:
             await asyncio.sleep(0.01)
         print(run["run_id"], flush=True)
         await asyncio.Event().wait()

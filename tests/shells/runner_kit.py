@@ -104,7 +104,7 @@ def asking(llm: Any) -> StateGraph[Any, Any, Any, Any]:
     """plan -> a person approves -> write."""
 
     async def plan(state: State) -> State:
-        return {"said": [await llm.chat([Message("user", "plan")])]}
+        return {"said": [await llm.chat([Message("user", state["task"])])]}
 
     def approve(state: State) -> State:
         return {"said": [f"approved:{interrupt({'question': state['task']})}"]}

@@ -1,5 +1,6 @@
 """Runs from their request to their end, on one runner."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -172,6 +173,15 @@ async def test_old_runs_and_their_threads_are_pruned(kit):
     with pytest.raises(NotFoundError):
         await runner.get_thread(old["thread_id"])
     assert [item async for item in kit.checkpointer.alist({"configurable": {"thread_id": old["thread_id"]}})] == []
+
+
+async def test_pruning_goes_on_by_itself(kit):
+    runner = await kit.runner(replace(QUICK, retention_s=500, prune_every_s=0.02))
+    run = await runner.create_run(request())
+    await runner.wait_run(None, run["run_id"])
+    kit.clock.now += 1_000
+    while await runner.list_runs(None, None, 1, 0):
+        await asyncio.sleep(0.01)
 
 
 async def test_deleting_a_run_waits_for_its_end(kit):

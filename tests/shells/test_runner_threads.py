@@ -99,10 +99,24 @@ async def test_a_person_is_asked_and_answers(kit, runner, thread):
     assert kit.emitted[-1].outcome == "interrupted"
 
     answer = RunRequest("asking", None, thread_id=thread, command={"resume": "yes"})
-    assert (await finish(runner, answer))["said"] == ["plan:plan", "approved:yes"]
+    assert (await finish(runner, answer))["said"] == ["plan:ship it?", "approved:yes"]
     assert await statuses(runner, thread) == ["interrupted", "success"]
     assert (await runner.get_thread(thread))["interrupts"] == {}
     assert kit.transport.agents == ["plan"], "what was done is not done again"
+
+
+async def test_a_rolled_back_run_leaves_the_question_before_it_open(kit, runner, thread):
+    asked = (await finish(runner, request("ship it?", "asking", thread_id=thread)))["__interrupt__"]
+    run = await runner.create_run(request("wait", "asking", thread_id=thread))
+    await kit.transport.waiting.wait()
+    await runner.cancel_run(thread, run["run_id"], "rollback")
+
+    again = await runner.get_thread(thread)
+    assert (again["status"], again["values"]) == ("interrupted", {"task": "ship it?", "said": ["plan:ship it?"]})
+    (question,) = (one for several in again["interrupts"].values() for one in several)
+    assert question["value"] == asked[0]["value"]
+    answer = RunRequest("asking", None, thread_id=thread, command={"resume": {question["id"]: "yes"}})
+    assert (await finish(runner, answer))["said"] == ["plan:ship it?", "approved:yes"]
 
 
 async def test_a_run_stops_before_a_graph_node_and_the_next_goes_on(kit, runner, thread):

@@ -8,42 +8,29 @@ Theory of operation
    With neither forecasts nor endings every rank is (1, 0.0), so the order is LRU over all nodes, exactly.
 3. Only evictable leaves of a tier are in that order: leaves first, locked nodes never. The engine says which they
    are (`set_tier`), also while a walk is under way: a parent may become a leaf.
-4. Per tier and set: a heap of (recency, ticket, node). Per tier: a heap of (rank, recency of the set's oldest node,
-   ticket, set) over the sets that are retired or worth nothing. Both are lazy: a ticket that is no longer current is
-   dropped when it comes up. A recency that has grown since is put back; recency never shrinks, so the first current
-   entry is the oldest. Both cost O(log n). Sets of positive score are hundreds, and may all change with every tick:
-   they are never sorted; the lowest is found by one pass over an array (`Owners.lowest`).
-5. A run that changes re-ranks its sets, not its nodes. Nothing here reads a clock: `tick` brings the broadcast one.
+4. A run that changes re-ranks its sets, not its nodes. How the lowest is found: `core.order`; what a set is worth:
+   `core.worth`. Nothing here reads a clock: `tick` brings the broadcast one.
 
 Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
 """
 
-import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from math import inf
 from typing import Generic, Literal, TypeVar
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse, depth_class
-from pbkv_ray.core.owners import ACTIVE, RETIRED, Owners, OwnerSet, OwnersOptions, Rank
+from pbkv_ray.core.order import OFFERED, TIERS, Node, Order, Tier
+from pbkv_ray.core.owners import Owners, OwnersOptions
+from pbkv_ray.core.ownership import RETIRED, OwnerSet
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
 from pbkv_ray.errors import InputError
 
+__all__ = ["Explanation", "IndexCount", "Reason", "ReuseIndex", "Tier"]
+
 N = TypeVar("N", bound=Hashable)
 
-_WORTHLESS: Rank = (ACTIVE, 0.0)
-_OFFERED = -1  # ticket of a node that the walk under way has handed out
-
-
-class Tier(IntEnum):
-    DEVICE = 0
-    HOST = 1
-
-
-_TIERS = (Tier.DEVICE, Tier.HOST)
 Reason = Literal["retired", "scored", "recency"]
 
 
@@ -56,25 +43,6 @@ class Explanation:
     owners: tuple[tuple[str, tuple[str, ...]], ...]  # active runs, and the agents that have read the node
     ended_runs: int
     popular: bool
-
-
-class _Node(Generic[N]):
-    __slots__ = (
-        "children", "depth", "gone", "id", "owned", "parent", "recency", "resident", "ticket", "tokens", "walk",
-    )  # fmt: skip
-
-    def __init__(self, id: N, tokens: int, parent: "_Node[N] | None", owned: OwnerSet, recency: float) -> None:
-        self.id = id
-        self.tokens = tokens
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + parent.tokens  # tokens before it
-        self.owned = owned
-        self.recency = recency
-        self.children = 0
-        self.gone = False
-        self.walk = 0
-        self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
-        self.resident = [False, False]
 
 
 @dataclass(slots=True)
@@ -102,12 +70,11 @@ class ReuseIndex(Generic[N]):
     ) -> None:
         self.owners = Owners(score, options or OwnersOptions(), learned, waits)
         self.count = IndexCount()
-        self._nodes: dict[N, _Node[N]] = {}
+        self._nodes: dict[N, Node[N]] = {}
         self._read = recency
         self._uses = 0.0
-        self._tickets = 0
         self._walks = 0
-        self._order: list[list[tuple[Rank, float, int, OwnerSet]]] = [[], []]
+        self._order = Order[N](self.owners, self._recency)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -124,7 +91,7 @@ class ReuseIndex(Generic[N]):
         above = None if parent is None else self._nodes.get(parent)
         if parent is not None and above is None:
             self.count.unknown_nodes += 1
-        new = _Node(node, tokens, above, self.owners.nobody, self._now_used())
+        new = Node(node, tokens, above, self.owners.nobody, self._now_used())
         if above is not None:
             above.children += 1
         self._nodes[node] = new
@@ -139,7 +106,7 @@ class ReuseIndex(Generic[N]):
         if child is None or not 0 < tokens < child.tokens:
             self.count.split_mismatches += 1
             return
-        upper = _Node(new_parent, tokens, child.parent, child.owned, child.recency)
+        upper = Node(new_parent, tokens, child.parent, child.owned, child.recency)
         upper.resident = list(child.resident)
         upper.children = 1
         self._nodes[new_parent] = upper
@@ -171,7 +138,6 @@ class ReuseIndex(Generic[N]):
             self._leave(node)
             node.ticket, node.gone, node.parent = [0, 0], True, None
         self._nodes.clear()
-        self._order = [[], []]
 
     def set_tier(self, node: N, tier: Tier, *, resident: bool, evictable: bool) -> None:
         """Whether `tier` holds the node's KV, and whether it may be evicted from it now (a leaf there, unlocked)."""
@@ -184,17 +150,15 @@ class ReuseIndex(Generic[N]):
             self.owners.count_tokens(known.owned, tier, known.tokens if resident else -known.tokens)
             self._note_host_only(known)
         if evictable and known.ticket[tier] == 0:
-            self._push(known, tier)
+            self._order.enter(known, tier)
         elif not evictable and known.ticket[tier] != 0:
-            if known.ticket[tier] != _OFFERED:
-                known.owned.live[tier] -= 1
-            known.ticket[tier] = 0
+            self._order.leave(known, tier)
 
     # Use
 
     def touch(self, node: N) -> None:
         """Somebody matched the node; it and its ancestors are recent. Only for an index that counts uses itself."""
-        at: _Node[N] | None = self._nodes.get(node)
+        at: Node[N] | None = self._nodes.get(node)
         if at is None:
             self.count.unknown_nodes += 1
         recency, down = self._now_used(), 0
@@ -222,7 +186,7 @@ class ReuseIndex(Generic[N]):
             return
         if at_s is not None:
             self.tick(at_s)
-        self.owners.called(active, agent, blocks, self.owners.now_s)
+        self.owners.called(active, agent, blocks)
 
     def use(self, node: N, run: str | None, agent: str = "", *, workflow: str = "") -> None:
         """The prompt (or output) of a call ends in `node`: it and all its ancestors are the run's now.
@@ -247,7 +211,7 @@ class ReuseIndex(Generic[N]):
         bit = self.owners.bit(active, agent)
         self._walks += 1
         moves: dict[tuple[OwnerSet, bool], OwnerSet] = {}
-        at: _Node[N] | None = deepest
+        at: Node[N] | None = deepest
         while at is not None:
             at.walk = self._walks
             public = at.depth + at.tokens <= active.shared_tokens
@@ -256,15 +220,15 @@ class ReuseIndex(Generic[N]):
                 target = moves[at.owned, public] = self.owners.add_owner(at.owned, active, bit, public)
             self._move(at, target)
             at = at.parent
-        left: _Node[N] | None = active.tips.get(bit)
+        left: Node[N] | None = active.tips.get(bit)
         while left is not None and (left.gone or left.walk != self._walks):
             if not left.gone:
                 self._move(left, self.owners.leave_behind(left.owned, active, bit))
             left = left.parent
         active.tips[bit] = deepest
 
-    def _mark(self, deepest: _Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
-        at: _Node[N] | None = deepest
+    def _mark(self, deepest: Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
+        at: Node[N] | None = deepest
         while at is not None:
             self._move(at, change(at.owned))
             at = at.parent
@@ -299,21 +263,21 @@ class ReuseIndex(Generic[N]):
         `split` and `remove`; parents that become leaves take their place in the order. A node that the caller
         could not evict is not offered again in this pass, and is back in the order once the pass is closed.
         """
-        offered: list[_Node[N]] = []
+        offered: list[Node[N]] = []
         try:
-            while (node := self._pop(tier)) is not None:
+            while (node := self._order.take(tier)) is not None:
                 offered.append(node)
                 self.count.evictions[self._reason(node.owned)] += 1
                 yield node.id
         finally:
             for node in offered:
-                if node.ticket[tier] == _OFFERED:
+                if node.ticket[tier] == OFFERED:
                     self.count.evictions[self._reason(node.owned)] -= 1
-                    self._push(node, tier)
+                    self._order.enter(node, tier)
 
     def peek(self, tier: Tier) -> N | None:
         """The next victim; nothing changes."""
-        node = self._top(tier)
+        node = self._order.top(tier)
         return None if node is None else node.id
 
     def explain(self, node: N) -> Explanation | None:
@@ -321,7 +285,7 @@ class ReuseIndex(Generic[N]):
         known = self._nodes.get(node)
         if known is None:
             return None
-        self._refresh()
+        self._order.refresh()
         owned = known.owned
         owners = tuple(
             (use.run.run_id, tuple(name for name, bit in use.run.agents.items() if ever >> bit & 1))
@@ -356,13 +320,14 @@ class ReuseIndex(Generic[N]):
         known = self._nodes.get(node)
         if known is None:
             return 0.0
-        self._refresh()
-        return self.owners.next_call(known.owned)
+        self._order.refresh()
+        return self.owners.worth.next_call(known.owned, self.owners.now_s)
 
     def host_only(self) -> Iterator[tuple[float, N]]:
         """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
-        self._refresh()
-        waiting = [(self.owners.next_call(s), s.serial, s) for s in self.owners.sets() if s.host_only]
+        self._order.refresh()
+        worth, now_s = self.owners.worth, self.owners.now_s
+        waiting = [(worth.next_call(s, now_s), s.serial, s) for s in self.owners.sets() if s.host_only]
         for value, _, owned in sorted(waiting, key=lambda entry: (-entry[0], entry[1])):
             if value <= 0:
                 return
@@ -385,25 +350,25 @@ class ReuseIndex(Generic[N]):
         self._uses += 1.0
         return self._uses
 
-    def _recency(self, node: _Node[N]) -> float:
+    def _recency(self, node: Node[N]) -> float:
         return node.recency if self._read is None else self._read(node.id)
 
     def _reason(self, owned: OwnerSet) -> Reason:
         if owned.band == RETIRED:
             return "retired"
-        return "scored" if self.owners.worth(owned) > 0 else "recency"
+        return "scored" if self.owners.worth.of(owned) > 0 else "recency"
 
     def _at_depth(self, owned: OwnerSet, tokens: int) -> OwnerSet:
         return self.owners.at_depth(owned, depth_class(tokens)) if self.owners.score.learns else owned
 
-    def _move(self, node: _Node[N], owned: OwnerSet) -> None:
+    def _move(self, node: Node[N], owned: OwnerSet) -> None:
         if owned is not node.owned:
             self._leave(node)
             self._enter(node, owned)
 
-    def _leave(self, node: _Node[N]) -> None:
+    def _leave(self, node: Node[N]) -> None:
         owned = node.owned
-        for tier in _TIERS:
+        for tier in TIERS:
             if node.ticket[tier] > 0:
                 owned.live[tier] -= 1
             if node.resident[tier]:
@@ -411,106 +376,28 @@ class ReuseIndex(Generic[N]):
         owned.host_only.pop(node, None)
         self.owners.leave(owned)
 
-    def _enter(self, node: _Node[N], owned: OwnerSet) -> None:
+    def _enter(self, node: Node[N], owned: OwnerSet) -> None:
         node.owned = owned
         self.owners.join(owned)
-        for tier in _TIERS:
+        for tier in TIERS:
             if node.resident[tier]:
                 self.owners.count_tokens(owned, tier, node.tokens)
             if node.ticket[tier] > 0:
-                self._push(node, tier)
+                self._order.enter(node, tier)
         self._note_host_only(node)
 
-    def _note_host_only(self, node: _Node[N]) -> None:
+    def _note_host_only(self, node: Node[N]) -> None:
         if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]:
             node.owned.host_only[node] = None
         else:
             node.owned.host_only.pop(node, None)
 
-    def _push(self, node: _Node[N], tier: Tier) -> None:
-        owned = node.owned
-        heap: list[tuple[float, int, _Node[N]]] = owned.heaps[tier]
-        owned.live[tier] += 1
-        if len(heap) > 2 * owned.live[tier] + 16:
-            heap[:] = [entry for entry in heap if entry[2].owned is owned and entry[2].ticket[tier] == entry[1]]
-            heapq.heapify(heap)
-        self._tickets += 1
-        node.ticket[tier] = self._tickets
-        heapq.heappush(heap, (self._recency(node), self._tickets, node))
-        if heap[0][1] == self._tickets or owned.live[tier] == 1:
-            self._post(owned, tier)
-
-    def _post(self, owned: OwnerSet, tier: Tier) -> None:
-        """Makes the set's oldest node of the tier known to the order; what was known before is void."""
-        oldest = self._oldest(owned, tier)
-        owned.posted[tier] = 0
-        if owned.slot:
-            self.owners.first[tier][owned.slot] = inf if oldest is None else oldest[0]
-        rank = self.owners.rank(owned)
-        if oldest is None or rank > _WORTHLESS:
-            return
-        order = self._order[tier]
-        if len(order) > 4 * self.owners.size + 64:
-            order[:] = [entry for entry in order if entry[3].posted[tier] == entry[2]]
-            heapq.heapify(order)
-        self._tickets += 1
-        owned.posted[tier] = self._tickets
-        heapq.heappush(order, (rank, oldest[0], self._tickets, owned))
-
-    def _oldest(self, owned: OwnerSet, tier: Tier) -> tuple[float, int, _Node[N]] | None:
-        heap: list[tuple[float, int, _Node[N]]] = owned.heaps[tier]
-        while heap:
-            recency, ticket, node = heap[0]
-            if node.ticket[tier] != ticket or node.owned is not owned:
-                heapq.heappop(heap)
-            elif (now := self._recency(node)) != recency:
-                heapq.heapreplace(heap, (now, ticket, node))
-            else:
-                return heap[0]
-        return None
-
-    def _refresh(self) -> None:
-        for owned in self.owners.rescore():
-            for tier in _TIERS:
-                if owned.live[tier]:
-                    self._post(owned, tier)
-
-    def _top(self, tier: Tier) -> _Node[N] | None:
-        self._refresh()
-        order = self._order[tier]
-        while order:
-            _, recency, ticket, owned = order[0]
-            if owned.posted[tier] != ticket:
-                heapq.heappop(order)
-            elif (oldest := self._oldest(owned, tier)) is not None and oldest[0] == recency:
-                return oldest[2]
-            else:
-                heapq.heappop(order)
-                self._post(owned, tier)
-        while (lowest := self.owners.lowest(tier)) is not None:
-            oldest = self._oldest(lowest, tier)
-            known = self.owners.first[tier][lowest.slot]
-            if oldest is not None and oldest[0] == known:
-                return oldest[2]
-            self._post(lowest, tier)
-        return None
-
-    def _pop(self, tier: Tier) -> _Node[N] | None:
-        node = self._top(tier)
-        if node is not None:
-            owned = node.owned
-            heapq.heappop(owned.heaps[tier])
-            owned.live[tier] -= 1
-            node.ticket[tier] = _OFFERED
-            self._post(owned, tier)
-        return node
-
     def check_invariants(self) -> None:
         """Raises AssertionError with what is wrong; O(nodes)."""
-        self._refresh()
+        self._order.refresh()
         self.owners.check_invariants()
-        members: dict[OwnerSet, list[_Node[N]]] = {}
-        children: dict[_Node[N], int] = {}
+        members: dict[OwnerSet, list[Node[N]]] = {}
+        children: dict[Node[N], int] = {}
         for node in self._nodes.values():
             assert not node.gone
             members.setdefault(node.owned, []).append(node)
@@ -522,19 +409,12 @@ class ReuseIndex(Generic[N]):
             assert node.children == children.get(node, 0), f"children of {node.id!r}"
         for owned, nodes in members.items():
             assert owned.nodes == len(nodes), f"{owned.nodes} nodes counted, {len(nodes)} found in {owned.key}"
-            for tier in _TIERS:
+            for tier in TIERS:
                 tokens = sum(node.tokens for node in nodes if node.resident[tier])
                 assert owned.tokens[tier] == tokens, f"tokens of {owned.key}"
-                live = [node for node in nodes if node.ticket[tier] > 0]
-                assert owned.live[tier] == len(live), f"live nodes of {owned.key}"
-                queued = {entry[2].id for entry in owned.heaps[tier] if entry[2].ticket[tier] == entry[1]}
-                assert queued >= {node.id for node in live}, f"evictable nodes missing from {owned.key}"
-                if live and self.owners.rank(owned) <= _WORTHLESS:
-                    assert owned.posted[tier], f"{owned.key} is not in the order"
-                if live and owned.slot:
-                    assert self.owners.first[tier][owned.slot] <= min(map(self._recency, live))
-            host_only = {n for n in nodes if n.resident[Tier.HOST] and not n.resident[Tier.DEVICE]}
+            host_only = {node for node in nodes if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]}
             assert set(owned.host_only) == host_only, f"host-only nodes of {owned.key}"
-        for tier in _TIERS:
-            retired = sum(s.tokens[tier] for s in members if s.band == RETIRED)
+            self._order.check_invariants(owned, nodes)
+        for tier in TIERS:
+            retired = sum(owned.tokens[tier] for owned in members if owned.band == RETIRED)
             assert self.owners.retired_tokens[tier] == retired, f"retired tokens of {tier.name}"

@@ -21,10 +21,13 @@ import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.core.ghost import Rates
+from pbkv_ray.core.waits import at_elapsed
 from pbkv_ray.errors import ConfigError
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+_SOONEST_S = 0.02  # nothing is expected sooner than a few decode steps from now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +63,14 @@ class Clock:
     called_s: [n] when the run's latest call began.
     curve:    [n, C] for the wait that is running now: expected 1 / remaining at the elapsed times
               `waits.ELAPSED_S`, in 1/s.
-    later_s:  [n, K] expected seconds from the run's next call to call k + 1 (zero in column 0).
+    mean_s:   [n] the mean of that wait, in seconds.
+    start_s:  [n, K] when call k + 1 is expected to start, not falling with k.
     """
 
     called_s: Array
     curve: Array
-    later_s: Array
+    mean_s: Array
+    start_s: Array
 
 
 class Score(Protocol):
@@ -151,11 +156,13 @@ class TimeScore:
     timed = True
     combine: Literal["sum", "max"] = "sum"
 
-    def __init__(self, horizon: int = 10, learns: bool = True) -> None:
+    def __init__(self, horizon: int = 10, learns: bool = True, punctual: bool = False) -> None:
+        """`punctual`: calls start exactly when the forecast says (an oracle's do); else waits are random."""
         if horizon < 1:
             raise ConfigError(f"horizon {horizon}: the time score needs at least one step")
         self.horizon = horizon
         self.learns = learns
+        self._punctual = punctual
 
     def weights(self, run: Outlook, uses: Uses) -> Array:
         agent, end = _steps(run, self.horizon)
@@ -173,10 +180,15 @@ class TimeScore:
         return first
 
     def discounts(self, now_s: float, clock: Clock) -> Array:
-        from pbkv_ray.core.waits import at_elapsed
-
-        inverse = at_elapsed(clock.curve, np.maximum(0.0, now_s - clock.called_s))
-        return np.asarray(1.0 / (1.0 / np.maximum(inverse, 1e-12)[:, None] + clock.later_s))
+        if self._punctual:
+            return np.asarray(1.0 / np.maximum(clock.start_s - now_s, _SOONEST_S))
+        elapsed = np.maximum(0.0, now_s - clock.called_s)
+        # The forecast may know this wait better than the agent's usual one: same shape, other length.
+        usual = clock.mean_s / np.maximum(clock.start_s[:, 0] - clock.called_s, _SOONEST_S)
+        usual = np.clip(usual, 0.1, 10.0)
+        inverse = at_elapsed(clock.curve, elapsed * usual) * usual
+        later = clock.start_s - clock.start_s[:, :1]
+        return np.asarray(1.0 / (1.0 / np.maximum(inverse, 1e-12)[:, None] + later))
 
 
 class StepsScore:
@@ -218,6 +230,8 @@ def score_of(policy: str) -> Score:
             return StepsScore()
         case "he" | "pbkv":
             return PaperScore()
-        case "pbkv+" | "oracle":
+        case "pbkv+":
             return TimeScore()
+        case "oracle":
+            return TimeScore(horizon=40, punctual=True)
     raise ConfigError(f"policy {policy!r} has no score; known are lru, session, lae, kvflow, he, pbkv, pbkv+, oracle")

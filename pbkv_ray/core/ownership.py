@@ -1,0 +1,89 @@
+"""The nouns of ownership: a run as an engine knows it, one way to know nodes, and what nodes with equal owners share.
+
+A **run** has a forecast. A **use** is one way in which one run knows nodes: which of its agents, how lately, shared
+or not, how deep. An **owner set** is what a node has: the uses of its active runs, how many of its runs have ended,
+and whether foreign traffic has read it. `core.owners` keeps them, `core.worth` says what they are worth.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.scores import Outlook
+
+EVERY_WORKFLOW = "\0every"
+MASK = (1 << 64) - 1
+RETIRED, ACTIVE = 0, 1
+
+Rank = tuple[int, float]  # lower goes first: (RETIRED, owning runs) or (ACTIVE, score)
+UseKey = tuple[int, int, bool, int]  # ever mask, fresh mask, shared, depth class
+EVERYTHING: UseKey = (MASK, MASK, True, 0)  # a use that knows all: the upper estimate of a popular node
+Owner = tuple[int, int, int]  # run serial, ever mask, fresh mask
+SetKey = tuple[tuple[Owner, ...], int, bool, bool, int, str]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One active run, as the engine knows it."""
+
+    run_id: str
+    serial: int
+    workflow: str
+    agents: dict[str, int] = field(default_factory=dict)  # name -> bit
+    current: str | None = None
+    called_s: float = 0.0
+    shared_tokens: int = 0  # leading tokens of the latest prompt that other runs' prompts have too
+    forecast: Forecast | None = None
+    made_s: float = 0.0  # when the forecast was made
+    version: int = -1
+    uses: "dict[UseKey, Use]" = field(default_factory=dict)
+    tips: dict[int, Any] = field(default_factory=dict)  # bit -> deepest node of the agent's latest prompt
+    # Kept by core.worth.
+    slot: int = 0
+    outlook: Outlook | None = None  # None: forecast or current agent changed since the uses were weighed
+    unweighed: "list[Use]" = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    run: Run
+    key: UseKey
+    slot: int
+    sets: "dict[OwnerSet, None]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class OwnerSet:
+    """What nodes with the same owners have in common. `owners` is sorted by run serial.
+
+    ended: owning runs that have ended. foreign: traffic without a run has read the nodes. public: known to be the
+    beginning of other runs' prompts too. popular: too many owners to name them; the workflow they all belong to.
+    """
+
+    serial: int
+    owners: tuple[Owner, ...] = ()
+    ended: int = 0
+    foreign: bool = False
+    public: bool = False
+    depth: int = 0
+    popular: str = ""
+    uses: tuple[Use, ...] = ()
+    band: int = ACTIVE
+    nodes: int = 0
+    tokens: list[int] = field(default_factory=lambda: [0, 0])  # resident per tier
+    # Kept by core.worth.
+    slot: int = 0
+    span: tuple[int, int] = (0, 0)
+    # Kept by core.order: nodes by recency, per tier, with lazy deletion.
+    heaps: list[list[tuple[float, int, Any]]] = field(default_factory=lambda: [[], []])
+    live: list[int] = field(default_factory=lambda: [0, 0])
+    posted: list[int] = field(default_factory=lambda: [0, 0])
+    host_only: dict[Any, None] = field(default_factory=dict)
+
+    @property
+    def key(self) -> SetKey:
+        return (self.owners, self.ended, self.foreign, self.public, self.depth, self.popular)
+
+    @property
+    def shared(self) -> bool:
+        return self.public or self.foreign or bool(self.popular) or len(self.owners) + self.ended > 1

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pbkv_ray.replay.policies import attach_gdsf, stock_options
+from pbkv_ray.replay.prefetch import SimulatedPrefetch
 from pbkv_ray.replay.tree import Tree, TreeOptions, TreeRequest
 
 
@@ -11,6 +12,7 @@ class Driver(Protocol):
     """The life of runs, in order of `at_s`. `tree` is what requests are served from."""
 
     tree: Tree
+    prefetch: SimulatedPrefetch | None
 
     def request(self, rid: str, run_id: str, agent: str, workflow: str, prompt: Any, tail: bool) -> TreeRequest: ...
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
@@ -22,6 +24,8 @@ class Driver(Protocol):
 
 class StockDriver:
     """SGLang's own policies: only the session-aware one hears of runs, through SGLang's session calls."""
+
+    prefetch: SimulatedPrefetch | None = None
 
     def __init__(self, policy: str, base: TreeOptions, unit_tokens: int) -> None:
         self.tree = Tree(stock_options(policy, base, unit_tokens))

@@ -182,7 +182,7 @@ def outcome_json(outcome: Outcome) -> Json:
         "run_seconds": spread(lived.tolist()),
         "completion_seconds": spread(completions(outcome)),
         "ttft_seconds": spread(outcome.ttft_s),
-        "prefetch": {"useful_tokens": 0, "late_tokens": 0, "wasted_tokens": 0},
+        "prefetch": {f"{fate}_tokens": outcome.prefetched.get(fate, 0) for fate in ("useful", "late", "wasted")},
         "wall_seconds": round(outcome.makespan_s, 3),
         "prefill_share": round(outcome.prefill_share, 4),
         "load_wait_seconds": round(outcome.load_s, 3),

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.forecast import Forecast, Predictor
-from pbkv_ray.core.ghost import LearnedReuse
+from pbkv_ray.core.ghost import LearnedReuse, block_hashes
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import ReuseIndex
 from pbkv_ray.core.scores import Score, score_of
@@ -17,6 +17,7 @@ from pbkv_ray.engine.policies import BACKEND, RadixOptions
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.keys import Keys
 from pbkv_ray.replay.order import OrderedCall
+from pbkv_ray.replay.prefetch import SimulatedPrefetch
 from pbkv_ray.replay.tree import Tree, TreeOptions, TreeRequest
 from pbkv_ray.replay.workload import BLOCK_TOKENS, Workload
 
@@ -31,6 +32,17 @@ class CoarseIndex(ReuseIndex[Any]):
 
     def split(self, node: Any, new_parent: Any, tokens: int) -> None:
         super().split(node, new_parent, tokens * BLOCK_TOKENS)
+
+
+class UnitReuse(LearnedReuse):
+    """Learned reuse of a tree whose units are whole blocks: a unit is hashed as one token and counts as a block."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK_TOKENS)
+        self.block_tokens = 1
+
+    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> int:
+        return super().observe(workflow, run, agent, previous, blocks) * BLOCK_TOKENS
 
 
 class OwnedDriver:
@@ -63,13 +75,14 @@ class OwnedDriver:
             replace(
                 base,
                 eviction_config=asdict(self.options),
-                cache_class=_coarse_cache() if unit_tokens > 1 else _cache(),
+                cache_class=_cache(),
                 prepare=_select,
                 on_first_slot=_tag,
             )
         )
         self.score = score or score_of(policy)
-        self.learned, self.waits = LearnedReuse(BLOCK_TOKENS), WaitingTimes()
+        self.learned = UnitReuse() if unit_tokens > 1 else LearnedReuse(BLOCK_TOKENS)
+        self.waits = WaitingTimes()
         core = self.tree.cache.tree_core
         made = CoarseIndex if unit_tokens > 1 else ReuseIndex
         self.index = core.index = made(
@@ -79,6 +92,9 @@ class OwnedDriver:
             learned=self.learned,
             waits=self.waits,
         )
+        self.prefetch: SimulatedPrefetch | None = None
+        if self.options.prefetch and base.host_units:
+            self.prefetch = SimulatedPrefetch(self.tree, unit_tokens, self.options.aggressive_share)
         self._version = 0
         self._called: dict[str, float] = {}
 
@@ -95,18 +111,16 @@ class OwnedDriver:
             self.predictor.observe(run.workflow, history[:-1], history[-1])
             if self.score.learns:
                 previous = history[-2] if item.call else None
-                blocks = keys.prompt(item.run, item.call).tolist() if self._unit > 1 else []
+                blocks = block_hashes(keys.prompt(item.run, item.call).tolist(), self.learned.block_tokens)
                 self.learned.observe(run.workflow, run.run_id, history[-1], previous, blocks)
             if item.last:
                 self.predictor.observe(run.workflow, history, None)
                 self.learned.end(run.run_id)
 
     def request(self, rid: str, run_id: str, agent: str, workflow: str, prompt: Any, tail: bool) -> TreeRequest:
-        made = TreeRequest(rid, prompt, {}, None, tail)
-        payload = {"run": run_id, "agent": agent, "workflow": workflow, "step": 0}
-        action = SimpleNamespace(action_type="pbkv.owner", action_version="1", payload=payload)
-        made.kv_hints = SimpleNamespace(actions=[action])
-        return made
+        from pbkv_ray.engine.hints import owner_params
+
+        return TreeRequest(rid, prompt, owner_params(Caller(run_id, workflow, agent, 0)), None, tail)
 
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
         self.predictor.observe(workflow, history[:-1], history[-1])
@@ -171,22 +185,6 @@ def _cache() -> type[Any]:
     from pbkv_ray.engine.radix import OwnedRadixCache
 
     return OwnedRadixCache
-
-
-def _coarse_cache() -> type[Any]:
-    from pbkv_ray.engine.hints import owner_of
-
-    class CoarseRadixCache(_cache()):  # type: ignore[misc]
-        """Its keys are prefix-chained block ids already: no hashing."""
-
-        def admit(self, req: Any) -> None:
-            core, owner = self.tree_core, owner_of(req)
-            if owner is not None:
-                blocks = req.origin_input_ids if core.index.owners.score.learns else None
-                core.tell(core.index.call, owner.run, owner.agent, workflow=owner.workflow, blocks=blocks)
-            self._use(req, req.best_match_node if req.best_match_node is not None else req.last_node)
-
-    return CoarseRadixCache
 
 
 def _select(params: Any) -> None:

@@ -56,6 +56,7 @@ class Outcome:
     decode_s: float = 0.0
     load_s: float = 0.0
     makespan_s: float = 0.0
+    prefetched: dict[str, int] = field(default_factory=dict)  # tokens: useful, late, wasted
     running_s: float = 0.0  # integral of the runs in flight over time
 
     @property
@@ -129,6 +130,9 @@ class Simulation:
                 self._advance(self._events[0][0] - self.now)
         self.outcome.makespan_s = self.now
         self.outcome.hits.evicted = self.driver.tree.evicted_units * self.keys.unit_tokens
+        if self.driver.prefetch is not None:
+            count = self.driver.prefetch.count
+            self.outcome.prefetched = {name: getattr(count, name) for name in ("useful", "late", "wasted")}
         return self.outcome
 
     # Runs
@@ -243,6 +247,7 @@ class Simulation:
                 break
         if not batch:
             return False
+        self._await_prefetch()
         compute, load = self.cost.prefill(chunks), self.cost.load(loaded)
         self.outcome.prefill_s += compute
         self.outcome.load_s += max(0.0, load - compute)  # loads overlap the forward, layer by layer
@@ -252,6 +257,15 @@ class Simulation:
             if last:
                 self._first_token(call)
         return True
+
+    def _await_prefetch(self) -> None:
+        """No batch runs while a prefetch is on the way: it may read what that brings (engine.prefetcher)."""
+        prefetch = self.driver.prefetch
+        if prefetch is not None:
+            late = max(0.0, prefetch.ends_s - self.now)
+            self.outcome.load_s += late
+            self._advance(late)
+            prefetch.settle(self.now)
 
     def _next_waiting(self) -> _Call | None:
         if not self._waiting or len(self._running) + (self._chunked is not None) >= self.scheduler.max_running:
@@ -299,6 +313,9 @@ class Simulation:
         if self._events:
             steps = min(steps, max(1, int((self._events[0][0] - self.now) / step) + 1))
         seconds = self.cost.decode(batch, context, steps)
+        if self.driver.prefetch is not None:
+            self._await_prefetch()
+            self.driver.prefetch.decode(self.now, seconds, self.cost)
         self.outcome.decode_s += seconds
         self._advance(seconds)
         done = []

@@ -71,7 +71,6 @@ class TreeRequest:
         self.host_hit_length = 0
         self.lock: Any = None
         self.done = False
-        self.kv_hints: Any = None
         self.batched = False
         self.finished_reason = None
         self.allocated = 0  # units that have a slot: matched, loaded or computed

@@ -23,14 +23,19 @@ from pbkv_ray.errors import EngineError
 logger = logging.getLogger(__name__)
 
 
+_one = threading.Lock()  # held by the engine that this process has: SGLang keeps an engine's settings in globals
+
+
 class EngineProcesses:
     """Runs `start` (which makes an `sglang.Engine`) in a thread of its own and keeps its processes.
 
     engine: the sglang.Engine. `dead` is None while all of its processes live, else what happened to them.
-    Raises EngineError when the engine does not start.
+    Raises EngineError when the engine does not start, or when this process has an engine already.
     """
 
     def __init__(self, start: Callable[[], Any], on_death: Callable[[str], None]) -> None:
+        if not _one.acquire(blocking=False):
+            raise EngineError("this process has an SGLang engine; shut it down first, or use another process")
         self.dead: str | None = None
         self._on_death = on_death
         self._stop = threading.Event()
@@ -46,6 +51,8 @@ class EngineProcesses:
         self._started.wait()
         if self._failure is not None:
             self._thread.join()
+            _forget_metrics()
+            _one.release()
             raise EngineError(f"the SGLang engine did not start: {self._failure}") from self._failure
 
     @property
@@ -60,9 +67,13 @@ class EngineProcesses:
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End the engine's processes, wait until they are gone. Safe to call again."""
         with self._closing:
+            if self._stop.is_set():
+                return
             self._stop.set()
             _kill(self._pids, timeout_s)
             self._thread.join(timeout_s)
+            _forget_metrics()
+            _one.release()
 
     def _hold(self, start: Callable[[], Any]) -> None:
         before = {child.pid for child in psutil.Process().children()}
@@ -106,7 +117,7 @@ def _kill(pids: set[int], timeout_s: float, engine_only: bool = False) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if engine_only and "multiprocessing" not in " ".join(process.cmdline()):
+            if engine_only and not _is_sglangs(process):
                 continue
             doomed += [process, *process.children(recursive=True)]
     for process in doomed:
@@ -115,6 +126,21 @@ def _kill(pids: set[int], timeout_s: float, engine_only: bool = False) -> None:
     _, alive = psutil.wait_procs(doomed, timeout=timeout_s)
     if alive:
         logger.error("processes %s of the SGLang engine outlived SIGKILL", [process.pid for process in alive])
+
+
+def _is_sglangs(process: psutil.Process) -> bool:
+    """SGLang names its processes once they run; until then they are Python's spawned ones."""
+    line = " ".join(process.cmdline())
+    return line.startswith("sglang::") or "multiprocessing.spawn" in line
+
+
+def _forget_metrics() -> None:
+    """Unregister what SGLang's tokenizer manager registered for good; else this process could not start another."""
+    from prometheus_client import REGISTRY
+
+    names = REGISTRY._names_to_collectors
+    for collector in {collector for name, collector in list(names.items()) if name.startswith("sglang:")}:
+        REGISTRY.unregister(collector)
 
 
 def _survive_sigquit() -> None:

@@ -9,6 +9,9 @@ import psutil
 
 from pbkv_ray.core.calls import Call, Caller, Chunk, Message, Reply, Transport
 
+LONG = "The committee met on Tuesday and wrote down what had been said. " * 40
+PROMPTS = [f"Report {number}. " + "The pump was replaced and the pressure rose. " * (4 * number) for number in range(9)]
+
 _ids = itertools.count(1)
 
 

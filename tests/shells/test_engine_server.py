@@ -10,11 +10,9 @@ import pytest
 from pbkv_ray.core.calls import Reply
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import EngineError, InputError, NotFoundError
-from tests.shells.engine_kit import answer, becomes, call
+from tests.shells.engine_kit import LONG, answer, becomes, call
 
 pytestmark = pytest.mark.engine
-
-LONG = "The committee met on Tuesday and wrote down what had been said. " * 40
 
 
 async def held(engine: EngineServer) -> tuple[int, int]:

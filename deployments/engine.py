@@ -4,6 +4,7 @@ A replica holds one SGLang engine. `EngineReplica` is a plain class; Ray Serve i
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -57,13 +58,14 @@ class EngineReplica:
     def __init__(self, options: EngineOptions, health_timeout_s: float = 25.0) -> None:
         self.replica_id = _replica_id()
         self._health_timeout_s = health_timeout_s
-        self.steering = Steering(options, _application(), self.replica_id)
-        self.server = EngineServer(self.steering.options, replica=self.replica_id, on_death=_end_replica)
+        self.steering = Steering(_application())
+        self.server = EngineServer(options, replica=self.replica_id, on_death=_end_replica, on_fact=self.steering.heard)
 
     async def stream(self, call: Call) -> AsyncIterator[Chunk]:
         """`Transport.stream` as a Serve streaming method."""
-        async for chunk in self.server.stream(call):
-            yield chunk
+        async with contextlib.aclosing(self.server.stream(call)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def openai_chat(self, body: Json, caller: Caller | None, cache_salt: str | None) -> Json:
         """OpenAI's chat completions without streaming; see `EngineServer.openai_chat`."""
@@ -75,8 +77,9 @@ class EngineReplica:
         """OpenAI's chat completions as the bytes of its SSE stream."""
         answer = await self.server.openai_chat({**body, "stream": True}, caller, cache_salt)
         assert not isinstance(answer, dict)
-        async for piece in answer:
-            yield piece
+        async with contextlib.aclosing(answer) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def abort(self, call_id: str) -> None:
         self.server.abort(call_id)
@@ -101,7 +104,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Serve calls it, first of all right after the start; raising marks the replica unhealthy."""
-        self.steering.start(self.server.engine)
+        self.steering.start(self.server)
         await self.server.check_health(self._health_timeout_s)
 
     async def __del__(self) -> None:

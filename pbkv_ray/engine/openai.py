@@ -23,7 +23,7 @@ class OpenAIChat:
 
     async def answer(
         self, body: Json, custom_params: Json | None, cache_salt: str | None
-    ) -> Json | AsyncIterator[bytes]:
+    ) -> Json | AsyncGenerator[bytes, None]:
         """The answer's JSON object, or with body["stream"] the bytes of the SSE stream; `body["rid"]` is the call's id.
 
         The server's own fields are set from the other arguments, whatever the body says. Raises InputError for a

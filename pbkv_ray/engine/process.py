@@ -43,7 +43,7 @@ class EngineProcesses:
         self._failure: BaseException | None = None
         self._engine: Any = None
         self._processes: dict[str, BaseProcess] = {}
-        self._pids: set[int] = set()
+        self._owned: list[psutil.Process] = []  # psutil tells a process from a later one with the same pid
         self._closing = threading.Lock()
         _survive_sigquit()
         self._thread = threading.Thread(target=self._hold, args=(start,), name="sglang-engine", daemon=True)
@@ -62,7 +62,7 @@ class EngineProcesses:
     @property
     def pids(self) -> frozenset[int]:
         """The engine's own processes: schedulers and detokenizers."""
-        return frozenset(self._pids)
+        return frozenset(process.pid for process in self._owned)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End the engine's processes, wait until they are gone. Safe to call again."""
@@ -70,19 +70,19 @@ class EngineProcesses:
             if self._stop.is_set():
                 return
             self._stop.set()
-            _kill(self._pids, timeout_s)
+            _kill(self._owned, timeout_s)
             self._thread.join(timeout_s)
             _forget_metrics()
             _one.release()
 
     def _hold(self, start: Callable[[], Any]) -> None:
-        before = {child.pid for child in psutil.Process().children()}
+        before = set(psutil.Process().children())
         try:
             self._engine = start()
         except BaseException as error:
             self._failure = error
             # A scheduler that failed leaves its siblings waiting for it.
-            _kill({child.pid for child in psutil.Process().children()} - before, 10.0, engine_only=True)
+            _kill([child for child in psutil.Process().children() if child not in before and _is_sglangs(child)], 10.0)
             self._started.set()
             return
         atexit.unregister(self._engine.shutdown)
@@ -90,7 +90,8 @@ class EngineProcesses:
         watchdog = self._engine.tokenizer_manager._subprocess_watchdog
         self._processes = dict(zip(watchdog._names, watchdog._processes, strict=True))
         watchdog.stop()
-        self._pids = {process.pid for process in self._processes.values() if process.pid is not None}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._owned = [psutil.Process(process.pid) for process in self._processes.values()]
         self._started.set()
         self._watch()
         atexit.unregister(self.shutdown)
@@ -106,20 +107,17 @@ class EngineProcesses:
                 ]
                 self.dead = "; ".join(names)
                 logger.error("SGLang engine lost: %s", self.dead)
-                _kill(self._pids, 10.0)  # the rest is of no use; on a GPU it holds the memory
+                _kill(self._owned, 10.0)  # the rest is of no use; on a GPU it holds the memory
                 self._on_death(self.dead)
                 self._stop.wait()  # stay: this thread is the parent the kernel watches
 
 
-def _kill(pids: set[int], timeout_s: float, engine_only: bool = False) -> None:
+def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
     """Kill the processes and their descendants, and wait for them."""
-    doomed: list[psutil.Process] = []
-    for pid in pids:
+    doomed = list(processes)
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if engine_only and not _is_sglangs(process):
-                continue
-            doomed += [process, *process.children(recursive=True)]
+            doomed += process.children(recursive=True)
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -130,7 +128,10 @@ def _kill(pids: set[int], timeout_s: float, engine_only: bool = False) -> None:
 
 def _is_sglangs(process: psutil.Process) -> bool:
     """SGLang names its processes once they run; until then they are Python's spawned ones."""
-    line = " ".join(process.cmdline())
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
     return line.startswith("sglang::") or "multiprocessing.spawn" in line
 
 

@@ -8,17 +8,22 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
+from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.calls import Call, Caller, Chunk, FinishReason, Reply
 from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
+from pbkv_ray.engine.facts import Fact, FactsReceiver
+from pbkv_ray.engine.hints import owner_params
+from pbkv_ray.engine.link import link_to
 from pbkv_ray.engine.metrics import EngineMetrics
 from pbkv_ray.engine.models import resolve_model
 from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.orphans import mark_parent
+from pbkv_ray.engine.policies import STOCK
 from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, InputError
 
@@ -35,9 +40,19 @@ class EngineServer:
     """
 
     def __init__(
-        self, options: EngineOptions, *, replica: str = "local", on_death: Callable[[str], None] | None = None
+        self,
+        options: EngineOptions,
+        *,
+        replica: str = "local",
+        on_death: Callable[[str], None] | None = None,
+        on_fact: Callable[[Fact], None] | None = None,
+        hidden_states: bool = False,
     ) -> None:
-        """`on_death` is told in the server's loop, after the calls in flight got their errors."""
+        """`on_death` is told in the server's loop, after the calls in flight got their errors.
+
+        `on_fact` hears what the engine reports (`engine.facts`), on another thread, if the policy is one of ours;
+        with `hidden_states` also two vectors a call.
+        """
         self.options = options
         self.replica = replica
         self._on_death = on_death
@@ -46,12 +61,17 @@ class EngineServer:
         self._open: set[str] = set()
         self.epoch = uuid.uuid4().hex  # new at every start: an engine that came back is empty
         accelerator = has_accelerator()
-        arguments = engine_arguments(options, resolve_model(options.model), accelerator)
+        self._facts = None
+        if on_fact is not None and options.policy not in STOCK:
+            self._facts = FactsReceiver(on_fact, replica=replica, epoch=self.epoch)
+        switches = {} if self._facts is None else {"facts": self._facts.endpoint, "hidden_states": hidden_states}
+        arguments = engine_arguments(options, resolve_model(options.model), accelerator, **switches)
         select_platform(os.environ, accelerator)
         mark_parent(os.environ)
         self.metrics = EngineMetrics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._processes = EngineProcesses(lambda: _start(arguments), self._engine_died)
+        self._link = None if options.policy in STOCK else link_to(self.engine)
 
     @property
     def engine(self) -> Any:
@@ -105,19 +125,38 @@ class EngineServer:
 
     async def openai_chat(
         self, body: dict[str, Any], caller: Caller | None, cache_salt: str | None
-    ) -> dict[str, Any] | AsyncIterator[bytes]:
+    ) -> dict[str, Any] | AsyncGenerator[bytes, None]:
         """OpenAI's chat completions, see `engine.openai.OpenAIChat.answer`."""
         self.enter()
         if self._openai is None:
             self._openai = OpenAIChat(self.engine, served_name(self.options.model), self.abort)
         body = body if body.get("rid") else {**body, "rid": uuid.uuid4().hex}
-        return await self._openai.answer(body, None if caller is None else custom_params(caller), cache_salt)
+        return await self._openai.answer(body, None if caller is None else owner_params(caller), cache_salt)
 
     async def models(self) -> dict[str, Any]:
         """The served models as OpenAI's /v1/models lists them."""
         name = served_name(self.options.model)
         entry = {"id": name, "object": "model", "created": self._created, "owned_by": "pbkv-ray"}
         return {"object": "list", "data": [entry]}
+
+    def publish(self, hint: PublishForecast) -> None:
+        """What a run calls next. Returns at once; a policy that does not look ahead ignores it."""
+        if self._link is not None:
+            self._link.publish(hint)
+
+    async def retire(self, run_id: str, at_s: float | None = None) -> None:
+        """The run has ended. SGLang's session-aware cache hears it as the end of a session."""
+        if self._link is not None:
+            self._link.retire(run_id, at_s)
+        elif self.options.policy == "session":
+            from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+            await self.manager.close_session(CloseSessionReqInput(session_id=run_id))
+
+    def tick(self) -> None:
+        """Call about every second: forecasts of a controller that is gone grow old by it."""
+        if self._link is not None:
+            self._link.tick()
 
     async def check_health(self, timeout_s: float = 20.0) -> None:
         """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.
@@ -167,7 +206,11 @@ class EngineServer:
 
     def shutdown(self) -> None:
         """End the engine; when it returns none of its processes is left. Safe to call again."""
+        if self._link is not None:
+            self._link.close()
         self._processes.shutdown()
+        if self._facts is not None:
+            self._facts.close()
 
     def enter(self) -> None:
         """Called at the start of every request: the engine must live, and the loop must be the first one."""
@@ -188,7 +231,7 @@ class EngineServer:
             "stop": list(call.stop) or None,
             "json_schema": call.json_schema,
             "regex": call.regex,
-            "custom_params": custom_params(call.caller),
+            "custom_params": owner_params(call.caller),
         }
         request = GenerateReqInput(
             rid=call.call_id,
@@ -251,11 +294,6 @@ class EngineServer:
             state.out_list.append({"text": "", "output_ids": [], "meta_info": {"id": rid, "finish_reason": finish}})
             state.event.set()
             del self.manager.rid_to_state[rid]
-
-
-def custom_params(caller: Caller) -> dict[str, Any]:
-    """Who calls, as the radix plug-in reads it from a request's sampling parameters."""
-    return {"run": caller.run_id, "agent": caller.agent, "workflow": caller.workflow, "step": caller.step}
 
 
 def _start(arguments: dict[str, Any]) -> Any:

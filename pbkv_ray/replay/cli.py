@@ -143,6 +143,30 @@ def generate_command(
     console.print(f"{runs} runs of {workflow} in {out}")
 
 
+@replay_app.command("calibrate")
+def calibrate_command(
+    out: Annotated[Path, typer.Argument(help="JSON file for --cost")],
+    model: Annotated[str, typer.Option(help="default, a model folder or a hub id")] = "default",
+    pool: Annotated[int, typer.Option(help="device pool, tokens")] = 65_536,
+    repeats: Annotated[int, typer.Option(help="of every measurement; the least counts")] = 3,
+) -> None:
+    """Fit the cost model to a real engine on this (idle) machine."""
+    import os
+
+    from pbkv_ray.config import EngineOptions
+    from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
+    from pbkv_ray.engine.models import resolve_model
+    from pbkv_ray.replay.calibrate import calibrate
+    from pbkv_ray.replay.cost import save_cost
+
+    accelerator = has_accelerator()
+    select_platform(os.environ, accelerator)
+    options = EngineOptions(model, device_pool_tokens=pool)
+    cost, measured = calibrate(options, resolve_model(model), accelerator, repeats, console.print)
+    save_cost(out, cost, measured)
+    console.print(f"{cost}")
+
+
 @traces_app.command("import")
 def import_command(
     source: Annotated[Path, typer.Argument(help="any trace that pbkv reads")],

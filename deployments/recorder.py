@@ -6,14 +6,14 @@ no timer is needed.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from deployments.runner_metrics import RunnerMetrics
+from deployments.watching import Wakeups
 from pbkv_ray.store import Batch, CallRow, RunRow, Store
 
 logger = logging.getLogger(__name__)
@@ -21,28 +21,6 @@ logger = logging.getLogger(__name__)
 TRANSIENT = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 MAX_WAITING = 256  # events of one run that wait for the store; beyond it the graph waits
 RETRY_S = 0.2
-
-
-class Wakeups:
-    """Wakes, in this process, those who wait for news of a run. Others poll the store."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, set[asyncio.Event]] = {}
-
-    def notify(self, run_id: str) -> None:
-        for event in self._waiting.get(run_id, ()):
-            event.set()
-
-    @contextlib.contextmanager
-    def subscribed(self, run_id: str) -> Iterator[asyncio.Event]:
-        event = asyncio.Event()
-        self._waiting.setdefault(run_id, set()).add(event)
-        try:
-            yield event
-        finally:
-            self._waiting[run_id].discard(event)
-            if not self._waiting[run_id]:
-                del self._waiting[run_id]
 
 
 class RunLog:

@@ -16,28 +16,28 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict, replace
 from time import time
 from typing import Any, Literal
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
-from deployments.encoding import iso, plain, request_from_text, request_to_text, to_json
-from deployments.endings import STOPS
-from deployments.execution import Durability, Execution, check_modes, command_of
+from deployments.encoding import request_from_text, request_to_text
+from deployments.execution import Durability, Execution
 from deployments.graphs import Graphs, Registry
-from deployments.recorder import Wakeups
+from deployments.records import call_json, call_row, gone, run_json
+from deployments.requests import checked_request
 from deployments.runner_metrics import RunnerMetrics
-from deployments.scheduling import Scheduler, wait_for_news
+from deployments.scheduling import Scheduler
 from deployments.service import Json, RunEvent, RunRequest
 from deployments.supervision import Active
-from deployments.threads import ThreadService, checked_id, checked_metadata
+from deployments.threads import ThreadService
+from deployments.watching import Wakeups, Watch
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.calls import Transport
 from pbkv_ray.core.events import CallFinished, Event
-from pbkv_ray.errors import ConflictError, InputError, NotFoundError, UnavailableError
+from pbkv_ray.errors import ConflictError, NotFoundError, UnavailableError
 from pbkv_ray.graph.client import LLM
-from pbkv_ray.store import CallRow, NewRun, RunRow, Store
+from pbkv_ray.store import NewRun, Store
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class Runner:
         self._clock = clock
         self._new_id = new_id
         self._metrics = RunnerMetrics()
-        self._wakeups = Wakeups()
+        wakeups = Wakeups()
+        self._watch = Watch(store, wakeups, self._options.poll_s)
         self._background: set[asyncio.Task[None]] = set()
         llm = LLM(transport, self._observe, clock=clock)
         self._graphs = Graphs(registry, llm, checkpointer)
@@ -80,7 +81,7 @@ class Runner:
             execution,
             self._options,
             self._metrics,
-            self._wakeups,
+            wakeups,
             self._observe,
             clock,
             owner=new_id(),
@@ -107,7 +108,7 @@ class Runner:
         if isinstance(event, CallFinished) and (active := self.active.get(event.run_id)) is not None:
             if active.calls < self._options.max_calls_per_run:
                 active.calls += 1
-                active.log.record(_call_row(event, active.run.attempt))
+                active.log.record(call_row(event, active.run.attempt))
             else:
                 self._metrics.calls_dropped.inc()
         try:
@@ -147,7 +148,7 @@ class Runner:
     # --- runs ---
 
     async def create_run(self, request: RunRequest) -> Json:
-        request = self._checked(request)
+        request = checked_request(request, self._graphs, self._options.max_steps)
         new = NewRun(
             run_id=self._new_id(),
             thread_id=request.thread_id or self._new_id(),
@@ -171,28 +172,6 @@ class Runner:
         self._scheduler.look()
         return run_json(admission.run)
 
-    def _checked(self, request: RunRequest) -> RunRequest:
-        """The request with its input as the workflow has it. InputError, NotFoundError."""
-        self._graphs.spec(request.workflow)
-        check_modes(request.stream_mode)
-        checked_metadata(request.metadata)
-        if request.thread_id is not None:
-            checked_id("thread_id", request.thread_id)
-        limit = request.config.get("recursion_limit")
-        if limit is not None and not (isinstance(limit, int) and 1 <= limit <= self._options.max_steps):
-            raise InputError(f"recursion_limit is {limit!r}; it must be 1..{self._options.max_steps}")
-        if request.command is not None:
-            if request.input is not None:
-                raise InputError("input and command were both given; a run starts with one of them")
-            if request.thread_id is None:
-                raise InputError("a command needs the thread that waits for it; give the thread's id")
-            command_of(request.command)
-        elif request.input is not None:
-            return replace(request, input=plain(self._graphs.validated(request.workflow, request.input)))
-        elif request.thread_id is None:
-            raise InputError(f"a new run of {request.workflow!r} needs an input")
-        return request
-
     async def list_runs(self, thread_id: str | None, status: str | None, limit: int, offset: int) -> list[Json]:
         rows = await self._store.runs.list(thread_id, status, limit, offset)
         if not rows and thread_id is not None:
@@ -214,39 +193,21 @@ class Runner:
 
     async def wait_run(self, thread_id: str | None, run_id: str) -> Json:
         await self._store.runs.get(run_id, thread_id)
-        with self._wakeups.subscribed(run_id) as news:
-            while (run := await self._store.runs.find(run_id)) is not None and run.inflight:
-                await wait_for_news(news, self._options.poll_s)
-                news.clear()
-        if run is None:
-            return {"__error__": _gone()}
+        if (run := await self._watch.ended(run_id)) is None:
+            return {"__error__": gone()}
         values: Json = json.loads(run.output or "null") or {}
         return values
 
     async def stream_run(self, thread_id: str | None, run_id: str, after: int) -> AsyncGenerator[RunEvent, None]:
-        run: RunRow | None = await self._store.runs.get(run_id, thread_id)
-        assert run is not None
-        stops = request_from_text(run.request).cancel_on_disconnect
-        seen, ended = after, False
+        run = await self._store.runs.get(run_id, thread_id)
+        ended = False
         try:
-            with self._wakeups.subscribed(run_id) as news:
-                while True:
-                    news.clear()
-                    run = await self._store.runs.find(run_id)  # before its events, so that none is missed at the end
-                    events = await self._store.events.after(run_id, seen)
-                    for event in events:
-                        seen = event.seq
-                        yield RunEvent(event.seq, event.event, event.data)
-                    if events:
-                        continue
-                    if run is None or not run.inflight:
-                        ended = True
-                        break
-                    await wait_for_news(news, self._options.poll_s)
-            if run is None:
-                yield RunEvent(seen + 1, "error", to_json(_gone()))
+            async with contextlib.aclosing(self._watch.events(run_id, after)) as events:
+                async for event in events:
+                    yield event
+            ended = True
         finally:
-            if stops and not ended:
+            if not ended and request_from_text(run.request).cancel_on_disconnect:
                 self._in_background(self._stop_abandoned(run_id))
 
     async def _stop_abandoned(self, run_id: str) -> None:
@@ -262,7 +223,7 @@ class Runner:
         """In the order in which they ended."""
         await self._store.runs.get(run_id)
         calls = await self._store.events.calls_of(run_id, self._options.max_calls_per_run)
-        return [{"order": order, **asdict(call)} for order, call in enumerate(calls, 1)]
+        return [call_json(order, call) for order, call in enumerate(calls, 1)]
 
     # --- graphs ---
 
@@ -303,50 +264,3 @@ class Runner:
     def metrics_text(self) -> str:
         """Prometheus text."""
         return self._metrics.text()
-
-
-def run_json(row: RunRow) -> Json:
-    """`attempt`, `error`, `seconds` and `events_dropped` are ours beyond the SDK's fields."""
-    times: Json = {} if row.started_at is None else {"started_at": iso(row.started_at)}
-    if row.ended_at is not None:
-        times |= {"ended_at": iso(row.ended_at)}
-        if row.started_at is not None:
-            times |= {"seconds": row.ended_at - row.started_at}
-    error = {} if row.error is None else {"error": {"error": row.error, "message": row.message}}
-    return {
-        "run_id": row.run_id,
-        "thread_id": row.thread_id,
-        "assistant_id": row.workflow,
-        "created_at": iso(row.created_at),
-        "updated_at": iso(row.updated_at),
-        "status": row.status,
-        "metadata": row.metadata,
-        "multitask_strategy": row.multitask,
-        "attempt": row.attempt,
-        "events_dropped": row.events_dropped,
-        **times,
-        **error,
-    }
-
-
-def _gone() -> Json:
-    name, message = STOPS["rollback"]
-    return {"error": name, "message": message}
-
-
-def _call_row(event: CallFinished, attempt: int) -> CallRow:
-    return CallRow(
-        run_id=event.run_id,
-        attempt=attempt,
-        call_id=event.call_id,
-        agent=event.agent,
-        step=event.step,
-        reason=event.reason,
-        prompt_tokens=event.prompt_tokens,
-        device_cached_tokens=event.device_cached_tokens,
-        host_cached_tokens=event.host_cached_tokens,
-        output_tokens=event.output_tokens,
-        seconds=event.seconds,
-        replica=event.replica,
-        at_s=event.at_s,
-    )

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from deployments.endings import failed, stopped
 from deployments.execution import Execution
 from deployments.graphs import Graphs
-from deployments.recorder import TRANSIENT, Recorder, Wakeups
+from deployments.recorder import TRANSIENT, Recorder
 from deployments.runner_metrics import RunnerMetrics
 from deployments.supervision import Active, Supervisor
+from deployments.watching import Wakeups, wait_for_news
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.events import Event, RunEnded
 from pbkv_ray.store import RunRow, Stop, Store
@@ -229,12 +230,3 @@ class Scheduler:
         lease_until = now + self._options.lease_s
         if taken := await self._store.runs.claim_this(run.run_id, self._owner, lease_until=lease_until, now=now):
             await self._begin(taken).ended.wait()
-
-
-async def wait_for_news(news: asyncio.Event, timeout_s: float) -> None:
-    """Returns on news or after `timeout_s`, whichever is first."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await news.wait()
-    except TimeoutError:
-        return

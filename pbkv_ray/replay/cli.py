@@ -47,7 +47,7 @@ def replay_command(
     context: typer.Context,
     trace: TraceOption = Path(),
     policies: Annotated[
-        str, typer.Option(help="names, each also as NAME@best or NAME@N")
+        str, typer.Option(help="names, each also as NAME@best, NAME@auto or NAME@N")
     ] = "lru,session,pbkv,pbkv+,belady",
     pool_fraction: Annotated[str, typer.Option(help="of the live footprint, comma separated")] = "0.2",
     concurrency: Annotated[int | None, typer.Option(help="runs in flight; default: the trace's own")] = None,

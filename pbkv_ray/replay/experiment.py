@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pbkv_ray.core.admission import Admission, AdmissionOptions
 from pbkv_ray.core.scores import Score
 from pbkv_ray.errors import ConfigError
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
@@ -50,6 +51,7 @@ class Setup:
     noise: float = 0.0
     score: Callable[[], Score] | None = None  # experiments: instead of the policy's own
     switches: Json = field(default_factory=dict)
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
 
     def capacity(self, fraction: float) -> int:
         """Device units of a pool that is `fraction` of the live footprint."""
@@ -111,12 +113,13 @@ def fixed(policy: str, fraction: float, setup: Setup) -> Hits:
     return replay_order(workload, order, keys, make_driver(policy, capacity, setup, times), capacity)
 
 
-def loop(policy: str, fraction: float, setup: Setup, limit: int | None) -> Outcome:
-    """One policy in the closed or open loop."""
+def loop(policy: str, fraction: float, setup: Setup, limit: int | Literal["auto"] | None) -> Outcome:
+    """One policy in the closed or open loop; limit "auto" is core.admission's."""
     if setup.cost is None:
         raise ConfigError("a replay with timing needs a cost model; give --cost MODEL/GPU")
     capacity = setup.capacity(fraction)
-    scheduler = replace(setup.scheduler, concurrency=setup.concurrency, limit=limit)
+    bound = None if limit == "auto" else limit
+    scheduler = replace(setup.scheduler, concurrency=setup.concurrency, limit=bound)
     return Simulation(
         setup.workload,
         setup.keys(setup.workload),
@@ -127,6 +130,7 @@ def loop(policy: str, fraction: float, setup: Setup, limit: int | None) -> Outco
         setup.arrivals,
         setup.waits,
         setup.seed,
+        Admission(capacity * setup.unit_tokens, setup.admission) if limit == "auto" else None,
     ).run()
 
 

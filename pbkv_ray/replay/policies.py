@@ -1,7 +1,8 @@
 """Policy names -> caches: SGLang's own strategies, its session-aware cache, GDSF, and our plug-in's policies.
 
 `NAME@N` is a policy with at most N runs in flight, `NAME@best` with the number that suits it best (found by a sweep
-in the closed loop). `belady` is no cache but a bound (belady.py), at a fixed order of calls only.
+in the closed loop), `NAME@auto` with the number that core.admission finds while it serves. `belady` is no cache but
+a bound (belady.py), at a fixed order of calls only.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ class Choice:
 
     name: str
     policy: str
-    limit: int | Literal["best"] | None = None
+    limit: int | Literal["best", "auto"] | None = None
 
 
 def parse_policies(text: str) -> list[Choice]:
@@ -34,9 +35,12 @@ def parse_policies(text: str) -> list[Choice]:
         policy, _, limit = name.partition("@")
         if policy not in KNOWN:
             raise ConfigError(f"policy {policy!r} is unknown; known are {', '.join(KNOWN)}, each also with @best or @N")
-        if limit and limit != "best" and not (limit.isdigit() and int(limit) > 0):
-            raise ConfigError(f"the limit in {name!r} must be a number above zero or `best`")
-        choices.append(Choice(name, policy, "best" if limit == "best" else int(limit) if limit else None))
+        if limit in ("best", "auto"):
+            choices.append(Choice(name, policy, "best" if limit == "best" else "auto"))
+        elif limit and not (limit.isdigit() and int(limit) > 0):
+            raise ConfigError(f"the limit in {name!r} must be a number above zero, `best` or `auto`")
+        else:
+            choices.append(Choice(name, policy, int(limit) if limit else None))
     if not choices:
         raise ConfigError("no policy was named; give for instance --policies lru,session,pbkv+,belady")
     return choices

@@ -7,10 +7,10 @@ need. Times come from a cost model; the cache is driven exactly as in the engine
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pbkv_ray.core.admission import Admission
 from pbkv_ray.errors import InputError
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
 from pbkv_ray.replay.cost import Cost
@@ -75,15 +75,13 @@ class _Call:
     output: list[int]
     prompt_tokens: int
     output_tokens: int
+    seen: int  # leading units of the prompt that were computed before
     done_tokens: int = 0  # of the output
     grown: int = 0  # output units with a slot
 
     @property
     def context_tokens(self) -> int:
         return self.prompt_tokens + self.done_tokens
-
-
-Admission = Callable[[float, int, int], bool]  # (now, runs in flight, next run) -> may it start?
 
 
 class Simulation:
@@ -116,6 +114,7 @@ class Simulation:
         self._waiting: list[_Call] = []
         self._running: list[_Call] = []
         self._chunked: _Call | None = None
+        self._computed: set[int] = set()  # units that some call has brought, if an admission rule asks
         self._reserved = 0  # units that admitted calls still need
         if not workload.runs:
             raise InputError(f"workload {workload.name!r} has no runs; loosen the filters")
@@ -166,9 +165,9 @@ class Simulation:
         most = self.scheduler.concurrency if closed else len(self.workload.runs)
         if self.scheduler.limit is not None:
             most = min(most, self.scheduler.limit)
+        if self.admission is not None:
+            most = min(most, self.admission.limit)
         while self._held and self._in_flight < most:
-            if self.admission and self._in_flight and not self.admission(self.now, self._in_flight, self._held[0]):
-                break
             run = self._held.popleft()
             self._in_flight += 1
             self.outcome.runs[run].started_s = self.now
@@ -189,8 +188,13 @@ class Simulation:
         request = self.driver.request(
             f"{item.run_id}/{call}", item.run_id, it.agent, item.workflow, as_key(prompt), tail
         )
+        seen = 0
+        if self.admission is not None:
+            units = prompt.tolist()
+            seen = next((i for i, unit in enumerate(units) if unit not in self._computed), len(units))
+            self._computed.update(units)
         self._waiting.append(
-            _Call(run, call, at, request, len(prompt), output.tolist(), it.prompt_tokens, it.output_tokens)
+            _Call(run, call, at, request, len(prompt), output.tolist(), it.prompt_tokens, it.output_tokens, seen)
         )
 
     def _ended(self, run: int, call: int) -> None:
@@ -198,8 +202,11 @@ class Simulation:
         self.driver.call_finished(item.run_id, item.workflow, item.agents[: call + 1], self.now)
         if call + 1 < len(item.calls):
             self._push(self.now + self.waits.wait_s(item, call + 1, self.seed), run, call + 1)
+            self._start_held()  # the limit may have grown
             return
         self.driver.run_ended(item.run_id, item.workflow, item.agents, self.now)
+        if self.admission is not None:
+            self.admission.ended(item.footprint_tokens)
         self.outcome.runs[run].ended_s = self.now
         self._in_flight -= 1
         if self._unsubmitted:
@@ -296,6 +303,10 @@ class Simulation:
         agent = self.workload.runs[call.run].calls[call.call].agent
         request = call.request
         self.outcome.hits.add(agent, call.prompt_tokens, request.device_hit * unit, request.host_hit * unit)
+        if self.admission is not None:
+            again = max(0, call.seen - request.device_hit - request.host_hit) * unit
+            seconds = again * (self.cost.token_s + (call.prompt_tokens - again / 2) * self.cost.pair_s)
+            self.admission.called(seconds, self.now, self._in_flight)
         call.done_tokens = 1
         if call.done_tokens >= call.output_tokens:
             self._finish(call)

@@ -147,6 +147,6 @@ def test_names_of_policies() -> None:
         ("pbkv+", "best"),
         ("he", 8),
     ]
-    for wrong, complaint in (("lur", "unknown"), ("lru@0", "limit"), ("lru@many", "limit"), ("", "named")):
+    for wrong, complaint in (("lur", "unknown"), ("lru@0", "limit"), ("lru@many", "auto"), ("", "named")):
         with pytest.raises(ConfigError, match=complaint):
             parse_policies(wrong)

@@ -1,0 +1,84 @@
+"""How many runs may be in flight: found while serving, from what thrash costs. Pure; the caller brings the figures.
+
+A limit is the cheap rival of every eviction policy: LRU with the right one loses little where prefill is the
+bottleneck, and no order of eviction saves a live set of several pools. The right number depends on the policy, the
+pool and on what the engine is short of: where tools and decode dominate, thrash is cheap and more runs are better.
+
+So the rule watches one quantity, the share of the engine's time that goes into computing again what it had evicted.
+Below `low` the limit grows by one, above `high` it shrinks by one, each time every run has called once on average.
+It starts at the number of runs whose mean live set, half of what a run holds when it ends, fits the pool. Only new
+runs are held back, never the calls of running ones.
+"""
+
+from dataclasses import dataclass
+
+from pbkv_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionOptions:
+    """low, high: shares of time. cold_runs: the limit until the first run has ended. memory: runs whose footprint
+    the mean remembers."""
+
+    low: float = 0.10
+    high: float = 0.20
+    cold_runs: int = 4
+    most: int = 1_024
+    memory: float = 32.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < 1 or self.cold_runs < 1 or self.most < 1:
+            raise ConfigError(f"admission needs 0 < low < high < 1 and at least one run, got {self}")
+
+
+class Admission:
+    """The limit of one engine, or of several alike: then figures are sums over them. Single-threaded."""
+
+    def __init__(self, pool_tokens: int, options: AdmissionOptions | None = None) -> None:
+        """pool_tokens: device tokens in which running runs must live."""
+        self.options = options or AdmissionOptions()
+        self._pool = pool_tokens
+        self._limit = float(self.options.cold_runs)
+        self._footprint = 0.0  # mean over ended runs, tokens
+        self._ended = 0.0
+        self._calls = 0
+        self._again_s = self._span_s = 0.0  # decaying sums
+        self._since_s: float | None = None
+        self._adapted = False
+
+    @property
+    def limit(self) -> int:
+        """Runs that may be in flight."""
+        return max(1, int(self._limit))
+
+    @property
+    def thrash(self) -> float:
+        """The share of recent time spent on computing again what had been there."""
+        return self._again_s / self._span_s if self._span_s > 0 else 0.0
+
+    def called(self, again_s: float, now_s: float, in_flight: int) -> None:
+        """A call was served: `again_s` seconds of its prefill were for tokens that the cache had held before."""
+        if self._since_s is None:
+            self._since_s = now_s
+        keep = 1.0 - 0.5 / max(1, in_flight)  # remembers about two calls of every run
+        self._again_s = keep * self._again_s + again_s
+        self._span_s = keep * self._span_s + max(0.0, now_s - self._since_s)
+        self._since_s = max(now_s, self._since_s)
+        self._calls += 1
+        if self._calls < max(4, in_flight):
+            return
+        self._calls = 0
+        if self.thrash > self.options.high:
+            # Runs above the limit are still there: shrink from where we are, not from where we wished to be.
+            self._limit = max(1.0, min(self._limit, in_flight) - 1.0)
+            self._adapted = True
+        elif self.thrash < self.options.low and in_flight >= self.limit:
+            self._limit = min(float(self.options.most), self._limit + 1.0)
+            self._adapted = True
+
+    def ended(self, footprint_tokens: int) -> None:
+        """A run has ended that held so many unique tokens."""
+        self._ended = min(self._ended + 1.0, self.options.memory)
+        self._footprint += (footprint_tokens - self._footprint) / self._ended
+        if not self._adapted and self._footprint > 0:
+            self._limit = max(1.0, min(self.options.most, 2.0 * self._pool / self._footprint))

@@ -1,0 +1,70 @@
+"""How many runs are let in: from what runs hold, and from what thrash costs."""
+
+import pytest
+
+from pbkv_ray.core.admission import Admission, AdmissionOptions
+from pbkv_ray.errors import ConfigError
+
+
+def serve(
+    rule: Admission, calls: int, again_s: float, in_flight: int, start_s: float = 0.0, every_s: float = 1.0
+) -> float:
+    for i in range(calls):
+        rule.called(again_s, start_s + i * every_s, in_flight)
+    return start_s + calls * every_s
+
+
+def test_it_starts_with_the_runs_whose_mean_live_sets_fit() -> None:
+    rule = Admission(100_000)
+    assert rule.limit == 4
+    rule.ended(20_000)
+    assert rule.limit == 10  # half of 20,000 is what a run holds on average
+    rule.ended(60_000)
+    assert rule.limit == 5
+
+
+def test_cheap_thrash_lets_more_in_one_at_a_time() -> None:
+    rule = Admission(100_000)
+    rule.ended(50_000)
+    assert rule.limit == 4
+    now_s = serve(rule, 4, 0.01, in_flight=4)
+    assert rule.limit == 5
+    serve(rule, 5, 0.01, in_flight=5, start_s=now_s)
+    assert rule.limit == 6
+
+
+def test_it_does_not_grow_while_there_is_room_for_runs_already() -> None:
+    rule = Admission(100_000)
+    serve(rule, 100, 0.0, in_flight=2)
+    assert rule.limit == 4
+
+
+def test_costly_thrash_holds_new_runs_back() -> None:
+    rule = Admission(100_000)
+    rule.ended(10_000)
+    assert rule.limit == 20
+    now_s = serve(rule, 12, 0.5, in_flight=12)
+    assert rule.limit == 11  # from the runs that are there, not from what was allowed
+    now_s = serve(rule, 200, 0.9, in_flight=11, start_s=now_s)
+    assert rule.limit < 11
+    serve(rule, 5_000, 0.9, in_flight=1, start_s=now_s)
+    assert rule.limit == 1
+
+
+def test_between_the_two_marks_it_rests() -> None:
+    rule = Admission(100_000)
+    serve(rule, 500, 0.15, in_flight=4)
+    assert rule.limit == 4
+    assert rule.thrash == pytest.approx(0.15, abs=0.02)
+
+
+def test_a_footprint_seen_later_does_not_undo_what_was_found() -> None:
+    rule = Admission(100_000)
+    serve(rule, 4, 0.0, in_flight=4)
+    rule.ended(1_000)
+    assert rule.limit == 5
+
+
+def test_marks_must_make_sense() -> None:
+    with pytest.raises(ConfigError, match="low < high"):
+        AdmissionOptions(low=0.3, high=0.2)

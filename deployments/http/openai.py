@@ -50,8 +50,16 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)] | None
+Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)] | None
+
+
 class Chat(BaseModel):
-    """What the gateway reads; the engine checks the rest."""
+    """What the gateway reads or bounds; the engine checks the rest.
+
+    The bounds are OpenAI's. Beyond them SGLang may answer an error, run out of memory (n) or lose its scheduler
+    (numbers that fit no tensor).
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -59,6 +67,24 @@ class Chat(BaseModel):
     model: Annotated[str, Field(max_length=512)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)] | None = None
 
 
 def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRouter:

@@ -1,4 +1,4 @@
-"""What only the server may set. One table; a caller's value is dropped silently and counted by field.
+"""What only the server may set, and what a foreign caller may. Dropped fields are counted, by name where known.
 
 Only places that we or SGLang read as settings are cleaned: the top of an OpenAI body, `extra_body` and `nvext` in
 it, and a run's `config`. Messages, tools, JSON schemas and workflow inputs are the caller's own content.
@@ -35,11 +35,27 @@ SERVER_ONLY: dict[str, str] = {
     "return_routed_experts": "shows the model's inside",
     "lora_path": "loads weights by path",
     "lora_id": "loads weights by id",
+    "stop_regex": "is matched by Python in the engine, which a hostile pattern halts",
     "program_id": "read as an alias of the run",
     "agent_id": "read as an alias of the agent",
     "nvext": "read for its aliases",
     "pbkv_tenant": "names the tenant",
 }
+
+# What an OpenAI body may say: OpenAI's own fields, and those of SGLang's that only shape the caller's own answer.
+# A list of what passes, so that a field that a later SGLang adds does not pass by itself.
+_OPENAI = (
+    "messages", "model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "stop",
+    "seed", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs",
+    "top_logprobs", "response_format", "tools", "tool_choice", "parallel_tool_calls", "user", "metadata",
+    "store", "reasoning_effort",
+)  # fmt: skip
+_SGLANG = (
+    "top_k", "min_p", "min_tokens", "repetition_penalty", "regex", "ebnf", "stop_token_ids",
+    "no_stop_trim", "ignore_eos", "skip_special_tokens", "continue_final_message", "chat_template_kwargs",
+    "separate_reasoning", "stream_reasoning", "return_cached_tokens_details",
+)  # fmt: skip
+CHAT_FIELDS = frozenset(_OPENAI + _SGLANG)
 
 # A run's config may carry these; everything else in it (callbacks, run_id, ...) is the runner's.
 RUN_CONFIG = ("configurable", "max_concurrency", "metadata", "recursion_limit", "run_name", "tags")
@@ -49,13 +65,18 @@ _LANGGRAPH_OWN = ("thread_id", "run_id", "checkpoint_ns", "checkpoint_map", "gra
 
 
 def clean_chat(body: Json, count: Count) -> Json:
-    """An OpenAI body without the server's fields; `extra_body` is merged as OpenAI's client would have done."""
+    """An OpenAI body with the fields of CHAT_FIELDS; `extra_body` is merged as OpenAI's client would have done."""
     merged = dict(body)
     extra = merged.pop("extra_body", None)
     if isinstance(extra, dict):
         merged = {**extra, **merged}
-        merged.pop("extra_body", None)
-    return _without(merged, count)
+    kept: Json = {}
+    for key, value in merged.items():
+        if key in CHAT_FIELDS:
+            kept[key] = value
+        else:
+            count(key if key in SERVER_ONLY else "unknown")
+    return kept
 
 
 def clean_config(config: Json, count: Count) -> Json:

@@ -246,6 +246,8 @@ async def test_what_only_the_server_may_set_is_dropped_and_counted() -> None:
                 "return_hidden_states": True,
                 "data_parallel_rank": 3,
                 "bootstrap_host": "10.0.0.1",
+                "stop_regex": "(a+)+$",
+                "a_field_of_a_later_sglang": 1,
                 "extra_body": {"routing_key": "r", "session_params": {}, "min_p": 0.1},
             },
         )
@@ -263,6 +265,7 @@ async def test_what_only_the_server_may_set_is_dropped_and_counted() -> None:
     }
     assert 'pbkv_http_stripped_fields_total{field="cache_salt",part="gateway"} 2.0' in text
     assert 'pbkv_http_stripped_fields_total{field="configurable",part="gateway"} 2.0' in text
+    assert 'pbkv_http_stripped_fields_total{field="unknown",part="gateway"} 1.0' in text
     assert 'pbkv_http_stripped_fields_total{field="bootstrap_host",part="gateway"} 1.0' in text
 
 

@@ -267,6 +267,31 @@ async def test_a_chunk_boundary_may_fall_anywhere() -> None:
     assert {event.prompt_tokens for event in kit.events if isinstance(event, CallFinished)} == {9}
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 10**9),
+        ("n", 0),
+        ("temperature", -1),
+        ("top_k", 2**31),
+        ("seed", 2**63),
+        ("max_tokens", 0),
+        ("logit_bias", {"5": 1e300}),
+        ("logit_bias", {"x": 1}),
+        ("stop", ["a"] * 17),
+        ("stream", "yes"),
+        ("messages", [{"content": "hi"}]),
+    ],
+)
+async def test_numbers_that_would_hurt_the_engine_do_not_reach_it(field: str, value: Any) -> None:
+    kit = Kit()
+    async with kit.client() as client:
+        answer = await _ask(client, RUN, **{field: value})
+    assert answer.status_code == 422
+    assert field in answer.json()["error"]["message"]
+    assert (kit.chat.asked, kit.events) == ([], [])
+
+
 def test_a_chunk_of_cache_tiers_is_read_and_kept_from_who_did_not_ask() -> None:
     """SGLang sends the tiers in a chunk without choices, on which a client that reads choices[0] would break."""
     tiers = b'data: {"choices": [], "sglext": {"cached_tokens_details": {"device": 12, "host": 8}}}\n\n'

@@ -13,12 +13,14 @@ errors = Console(stderr=True)
 def build_app() -> typer.Typer:
     """The command with all its subcommands."""
     from pbkv_ray.cli import local, runs, submit
+    from pbkv_ray.replay.bench_cli import bench_app
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
     app.command("serve")(local.serve)
     app.command("demo")(local.demo)
     app.command("submit")(submit.submit)
     app.add_typer(runs.app, name="runs")
+    app.add_typer(bench_app, name="bench")
     return app
 
 

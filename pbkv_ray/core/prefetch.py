@@ -196,6 +196,11 @@ class Prefetcher(Generic[N]):
         """The node has left the device (or the tree)."""
         self.count.wasted += self._take(node).tokens
 
+    def clear(self) -> None:
+        """The cache was emptied: whatever waited for its use has left."""
+        for node in list(self._flights):
+            self.left(node)
+
     def check_invariants(self) -> None:
         count = self.count
         tracked = sum(flight.tokens for flight in self._flights.values())

@@ -20,6 +20,7 @@ from pbkv_ray.core.forecast import Forecast
 logger = logging.getLogger(__name__)
 
 RPC = "pbkv_apply"  # the method of SGLang's scheduler that takes a payload
+RPC_CHOOSE = "pbkv_choose"  # the one that changes the policy, for benchmarks and tests
 _DIGITS = 4  # of a probability; the payload is most of a broadcast's cost
 
 
@@ -93,4 +94,4 @@ class QuietPayloads(logging.Filter):
     """Keeps SGLang's scheduler from logging every payload of ours at INFO."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return f"handle_rpc_request: {RPC}" not in record.msg
+        return f"handle_rpc_request: {RPC}" not in str(record.msg)

@@ -50,6 +50,7 @@ class HintLink:
         self._forecasts: OrderedDict[str, PublishForecast] = OrderedDict()
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._ticked = False
+        self._sending = False
         self._retry_s = retry_s
         self._closed = threading.Event()
         self._news = threading.Condition()
@@ -68,7 +69,7 @@ class HintLink:
                     return
             self._forecasts[hint.run_id] = hint
             self._bound(self._forecasts)
-            self._news.notify()
+            self._news.notify_all()
 
     def retire(self, run_id: str, at_s: float | None = None) -> None:
         """The run has ended; its nodes go first."""
@@ -76,19 +77,26 @@ class HintLink:
             self._forecasts.pop(run_id, None)
             self._ended[run_id] = self._clock() if at_s is None else at_s
             self._bound(self._ended)
-            self._news.notify()
+            self._news.notify_all()
 
     def tick(self) -> None:
         """Brings the clock to the engine although nothing happened: old forecasts age. Call it about every second."""
         with self._news:
             self._ticked = True
-            self._news.notify()
+            self._news.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was published is delivered; False if it is not in time."""
+        with self._news:
+            return self._news.wait_for(
+                lambda: not (self._forecasts or self._ended or self._ticked or self._sending), timeout_s
+            )
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send nothing more. A broadcast that is under way is not waited for longer than `timeout_s`."""
         self._closed.set()
         with self._news:
-            self._news.notify()
+            self._news.notify_all()
         self._worker.join(timeout_s)
 
     def _bound(self, table: "OrderedDict[str, PublishForecast] | OrderedDict[str, float]") -> None:
@@ -104,7 +112,7 @@ class HintLink:
                     return
                 forecasts = [self._forecasts.popitem(last=False)[1] for _ in range(self._room(self._forecasts))]
                 ended = dict(self._ended.popitem(last=False) for _ in range(self._room(self._ended)))
-                self._ticked = False
+                self._ticked, self._sending = False, True
             try:
                 self._send(encode(forecasts, ended, self._clock()))
                 self.count.sent += 1
@@ -117,6 +125,9 @@ class HintLink:
                     self._ended = OrderedDict(ended) | self._ended
                     self._bound(self._ended)
                 self._closed.wait(self._retry_s)
+            with self._news:
+                self._sending = False
+                self._news.notify_all()
 
     def _room(self, table: "OrderedDict[str, PublishForecast] | OrderedDict[str, float]") -> int:
         return min(len(table), self._max_in_message)

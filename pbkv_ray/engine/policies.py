@@ -9,6 +9,7 @@ from typing import Any
 from pbkv_ray.config import POLICIES
 from pbkv_ray.errors import ConfigError
 
+STOCK = frozenset({"lru", "session"})  # SGLang as it is: no owners, no hints, no facts
 BACKEND = "pbkv"  # our name in SGLang's radix-cache and tree-core registries
 
 # policy: (switches on). What it scores by is in core.scores.score_of.

@@ -54,6 +54,13 @@ class EnginePrefetcher:
             self._decoding_since = now
             self._load(reserve=2 * self._cache.page_size * len(batch.reqs))
 
+    def reset(self) -> None:
+        """The cache was emptied."""
+        self._loading.clear()
+        self._unfenced.clear()
+        self._decoding_since = None
+        self._plan.clear()
+
     def used(self, node: UnifiedTreeNode | None) -> None:
         """A request's prompt ends in `node`."""
         while node is not None and node is not self._core.root_node:

@@ -17,7 +17,7 @@ from pbkv_ray.core.ghost import block_hashes
 from pbkv_ray.engine import scheduler
 from pbkv_ray.engine.facts import FactsSender
 from pbkv_ray.engine.hints import owner_of
-from pbkv_ray.engine.policies import BACKEND
+from pbkv_ray.engine.policies import BACKEND, RadixOptions
 from pbkv_ray.engine.prefetcher import EnginePrefetcher
 from pbkv_ray.engine.tree_core import OwnedFullComponent, OwnedTreeCore
 
@@ -33,8 +33,19 @@ class OwnedRadixCache(UnifiedRadixCache):
         options = self.tree_core.options
         if options.prefetch and self.cache_controller is not None and self.pp_size == 1:
             self.prefetcher = EnginePrefetcher(self, options.aggressive_share)
-        if options.facts and rank == 0 and self.pp_rank == 0:
+        if options.facts and rank == 0 and self.pp_rank == 0 and self.facts is None:
             self.facts = FactsSender(options.facts)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.prefetcher is not None:
+            self.prefetcher.reset()
+
+    def choose(self, options: RadixOptions) -> None:
+        """Another policy from now on, for benchmarks: the cache is emptied, what was learned of prompts stays."""
+        self.tree_core.choose(options)
+        self.prefetcher = None
+        self.attach(0 if self.facts is not None else 1)
 
     def admit(self, req: Any) -> None:
         """Once per request, when it joins a batch for the first time: a call of its owner begins."""

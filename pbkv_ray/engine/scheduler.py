@@ -3,7 +3,9 @@
 Every hook leaves a scheduler with another radix cache alone.
 """
 
+import json
 import logging
+import os
 from typing import Any
 
 import torch
@@ -11,7 +13,10 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pbkv_ray.core.reuse import Tier
-from pbkv_ray.engine.hints import RPC, QuietPayloads, decode, owner_of
+from pbkv_ray.engine import measured
+from pbkv_ray.engine.hints import RPC, RPC_CHOOSE, QuietPayloads, decode, owner_of
+from pbkv_ray.engine.policies import RadixOptions
+from pbkv_ray.errors import EngineError
 
 logger = logging.getLogger(__name__)
 _SCHEDULER = f"{Scheduler.__module__}.Scheduler"
@@ -39,6 +44,18 @@ def apply_hints(scheduler: Any, payload: str) -> None:
         core.index.peek(Tier.DEVICE)  # scores are brought up to date here, not while an eviction waits
     except Exception:
         logger.debug("scores failed; evictions fall back to LRU and count it", exc_info=True)
+
+
+def choose_policy(scheduler: Any, payload: str) -> None:
+    """`Scheduler.pbkv_choose`: RadixOptions as JSON. The engine must be idle; its cache is emptied.
+
+    Raises EngineError, which SGLang passes on to the caller.
+    """
+    cache = _ours(scheduler)
+    if cache is None or not scheduler.is_fully_idle():
+        raise EngineError("the policy of an engine can be changed only while it is idle, and from one of ours")
+    cache.choose(RadixOptions(**json.loads(payload)))
+    scheduler.flush_cache()
 
 
 def after_plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +138,10 @@ def _send(results: Any, batch: Any, result: Any, rows: list[int], token: Any) ->
 
 def register() -> None:
     setattr(Scheduler, RPC, apply_hints)
+    setattr(Scheduler, RPC_CHOOSE, choose_policy)
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", after_plan, HookType.AFTER)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_prefill", around_prefill, HookType.AROUND)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_decode", after_decode, HookType.AFTER)
     logging.getLogger(Scheduler.__module__).addFilter(QuietPayloads())
+    if os.environ.get(measured.SWITCH):
+        measured.register()

@@ -5,10 +5,12 @@ The server lives in one event loop: that of its first call (SGLang's tokenizer m
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
@@ -17,13 +19,13 @@ from pbkv_ray.core.calls import Call, Caller, Chunk, FinishReason, Reply
 from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
 from pbkv_ray.engine.facts import Fact, FactsReceiver
-from pbkv_ray.engine.hints import owner_params
+from pbkv_ray.engine.hints import RPC_CHOOSE, owner_params
 from pbkv_ray.engine.link import link_to
 from pbkv_ray.engine.metrics import EngineMetrics
 from pbkv_ray.engine.models import resolve_model
 from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.orphans import mark_parent
-from pbkv_ray.engine.policies import STOCK
+from pbkv_ray.engine.policies import STOCK, RadixOptions
 from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, InputError
 
@@ -157,6 +159,19 @@ class EngineServer:
         """Call about every second: forecasts of a controller that is gone grow old by it."""
         if self._link is not None:
             self._link.tick()
+
+    async def choose_policy(self, policy: str, **switches: Any) -> None:
+        """Follow another policy, from an empty cache: for benchmarks. Only an idle engine of ours can.
+
+        Raises EngineError when it is not idle, or what was published cannot be delivered.
+        """
+        link, payload = self._link, json.dumps(asdict(RadixOptions.of(policy, **switches)))
+        if link is None or not await asyncio.to_thread(link.flush, 60.0):
+            raise EngineError(f"the engine of replica {self.replica} cannot change its policy to {policy}")
+        try:
+            await asyncio.to_thread(lambda: self.engine.collective_rpc(RPC_CHOOSE, payload=payload))
+        except AssertionError as error:  # how collective_rpc says that a rank raised
+            raise EngineError(str(error)) from error
 
     async def check_health(self, timeout_s: float = 20.0) -> None:
         """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.

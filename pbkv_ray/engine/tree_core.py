@@ -42,11 +42,7 @@ class OwnedTreeCore(UnifiedTreeCore):
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self.options = RadixOptions(**(params.eviction_policy_config or {}))
         self.count = TreeCount()
-        self.index: ReuseIndex[UnifiedTreeNode] = ReuseIndex(
-            score_of(self.options.policy),
-            OwnersOptions(max_age_s=self.options.max_age_s, rescore_s=self.options.rescore_s),
-            recency=_recency,
-        )
+        self.index: ReuseIndex[UnifiedTreeNode] = _index(self.options)
         self.trusted = True  # False: the index missed something and is out of step with the tree
         self.left_device: list[Callable[[UnifiedTreeNode], None]] = []  # who hears of nodes that leave the device
         super().__init__(replace(params, eviction_policy_config=None), components)
@@ -55,6 +51,11 @@ class OwnedTreeCore(UnifiedTreeCore):
         super().reset()
         self.trusted = True
         self.tell(self.index.clear)
+
+    def choose(self, options: RadixOptions) -> None:
+        """Follow other options from the next `reset` on. What was learned of prompts and waits stays."""
+        self.options, self.count, self.left_device = options, TreeCount(), []
+        self.index = _index(options, learned=self.index.owners.learned, waits=self.index.owners.waits)
 
     def tell(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Tell the index something. If it raises, it is given up until the next flush: the cache must go on."""
@@ -209,6 +210,11 @@ class OwnedFullComponent(FullComponent):
         count.fallbacks += 1
         if count.fallbacks & (count.fallbacks - 1) == 0:  # 1, 2, 4, 8 ...
             logger.exception("no victims from the reuse index (%d times so far); evicting by LRU", count.fallbacks)
+
+
+def _index(options: RadixOptions, **known: Any) -> "ReuseIndex[UnifiedTreeNode]":
+    bounds = OwnersOptions(max_age_s=options.max_age_s, rescore_s=options.rescore_s)
+    return ReuseIndex(score_of(options.policy), bounds, recency=_recency, **known)
 
 
 def _recency(node: UnifiedTreeNode) -> float:

@@ -46,7 +46,8 @@ def create_app(
     """
     settings = options or GatewayOptions()
     gateway = Gateway(service, Assistants(workflows, clock()), settings, GatewayMetrics())
-    foreign = ForeignRuns(emit, settings.max_foreign_runs, gateway.metrics, clock=clock)
+    lease_s = settings.foreign_lease_s
+    foreign = ForeignRuns(emit, settings.max_foreign_runs, gateway.metrics, lease_s=lease_s, clock=clock)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,6 +1,7 @@
 """Runs of foreign harnesses, as far as their calls tell: begun by the first call, ended by a final one or the lease.
 
-Their names get a prefix, so that nobody can speak for, or end, a run of ours.
+Their names get a prefix, so that nobody can speak for, or end, a run of ours. A name that is used again after its
+run ended (a session resumed the next day) is a new run: the controller ignores what comes late for an ended one.
 """
 
 import time
@@ -30,9 +31,16 @@ Emit = Callable[[Event], None]
 
 @dataclass(slots=True)
 class _Run:
+    """`number` counts the runs of one name; `told_s` is when RunStarted was last said."""
+
+    run_id: str
+    number: int
+    seen_s: float
+    told_s: float = float("-inf")
     steps: int = 0
     open_calls: int = 0
     final: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,15 @@ class ForeignCall:
     call_id: str
     caller: Caller | None
     started_s: float
+    run: _Run | None = None
 
 
 class ForeignRuns:
-    """Knows the `capacity` runs that called last; one that is forgotten ends with its lease."""
+    """Knows the `capacity` names that called last; the run of one that is forgotten ends with its lease.
+
+    `lease_s` is the controller's: a run that was silent for longer has ended there. RunStarted is repeated after
+    `repeat_s`, for a controller that has restarted.
+    """
 
     def __init__(
         self,
@@ -64,12 +77,16 @@ class ForeignRuns:
         capacity: int,
         metrics: GatewayMetrics,
         *,
+        lease_s: float = 600.0,
+        repeat_s: float = 60.0,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self._emit = emit
         self._capacity = capacity
         self._metrics = metrics
+        self._lease_s = lease_s
+        self._repeat_s = repeat_s
         self._clock = clock
         self._new_id = new_id
         self._runs: OrderedDict[str, _Run] = OrderedDict()
@@ -79,27 +96,25 @@ class ForeignRuns:
         call_id = self._new_id()
         if who.run_id is None:
             return ForeignCall(call_id, None, now)
-        run_id = _prefixed(who.run_id, tenant)
+        run = self._run(_prefixed(who.run_id, tenant), now)
         workflow = f"ext:{who.workflow or 'default'}"
-        run = self._runs.get(run_id)
-        if run is None:
-            run = self._runs[run_id] = _Run()
+        if now - run.told_s > self._repeat_s:
+            run.told_s = now
             parent = None if who.parent_run_id is None else _prefixed(who.parent_run_id, tenant)
-            self._emit(RunStarted(run_id, workflow, now, parent_run_id=parent))
-        self._runs.move_to_end(run_id)
-        self._forget()
-        caller = Caller(run_id, workflow, who.agent or "default", run.steps)
+            self._emit(RunStarted(run.run_id, workflow, now, parent_run_id=parent))
+        caller = Caller(run.run_id, workflow, who.agent or "default", run.steps)
+        run.seen_s = now
         run.steps += 1
         run.open_calls += 1
         run.final = run.final or who.final
-        self._emit(AgentEntered(run_id, caller.agent, caller.step, now))
-        self._emit(CallStarted(run_id, caller.agent, caller.step, call_id, now))
-        return ForeignCall(call_id, caller, now)
+        self._emit(AgentEntered(run.run_id, caller.agent, caller.step, now))
+        self._emit(CallStarted(run.run_id, caller.agent, caller.step, call_id, now))
+        return ForeignCall(call_id, caller, now, run)
 
     def finish(self, call: ForeignCall, reason: str | None, usage: Usage | None = None) -> None:
         """`reason` is OpenAI's finish_reason; "error" and "abort" are ours."""
-        caller = call.caller
-        if caller is None:
+        caller, run = call.caller, call.run
+        if caller is None or run is None:
             return
         now = self._clock()
         told = usage or Usage()
@@ -120,15 +135,24 @@ class ForeignRuns:
             )
         )
         self._emit(AgentLeft(caller.run_id, caller.agent, caller.step, now))
-        run = self._runs.get(caller.run_id)
-        if run is None:
-            return
+        run.seen_s = now
         run.open_calls -= 1
         # The last call may overtake its siblings; the run ends when none of them is open.
-        if run.final and run.open_calls <= 0:
-            del self._runs[caller.run_id]
-            self._metrics.foreign_runs.set(len(self._runs))
-            self._emit(RunEnded(caller.run_id, "cancelled" if reason == "abort" else "completed", now))
+        if run.final and run.open_calls == 0:
+            run.ended = True
+            self._emit(RunEnded(run.run_id, "cancelled" if reason == "abort" else "completed", now))
+
+    def _run(self, name: str, now: float) -> _Run:
+        """The run that `name` stands for now."""
+        run = self._runs.get(name)
+        if run is None:
+            run = self._runs[name] = _Run(name, 1, now)
+        elif run.ended or (run.open_calls == 0 and now - run.seen_s > self._lease_s):
+            number = run.number + 1
+            run = self._runs[name] = _Run(f"{name}~{number}", number, now)
+        self._runs.move_to_end(name)
+        self._forget()
+        return run
 
     def _forget(self) -> None:
         while len(self._runs) > self._capacity:

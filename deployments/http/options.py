@@ -3,6 +3,7 @@
 import ipaddress
 from dataclasses import dataclass, field
 
+from pbkv_ray.config import ControllerOptions
 from pbkv_ray.errors import ConfigError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -26,6 +27,7 @@ class GatewayOptions:
     max_scan: int = 10_000  # threads looked at for a count or a sort that the store does not do itself
     max_open_requests: int = 2_048  # streams included
     max_foreign_runs: int = 4_096
+    foreign_lease_s: float = ControllerOptions().lease_s
     heartbeat_s: float = 15.0
     metrics_timeout_s: float = 2.0
     metrics_max_bytes: int = 8 * 1024 * 1024  # of one part's text

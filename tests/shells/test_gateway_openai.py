@@ -311,19 +311,59 @@ def test_a_chunk_of_cache_tiers_is_read_and_kept_from_who_did_not_ask() -> None:
     assert (breaks.reason, breaks.rest()) == ("error", b'data: {"cut')
 
 
+def _foreign(capacity: int, events: list[Any], metrics: GatewayMetrics, clock: Any = lambda: AT) -> ForeignRuns:
+    return ForeignRuns(events.append, capacity, metrics, lease_s=600, repeat_s=60, clock=clock)
+
+
+def _started(events: list[Any]) -> list[str]:
+    return [event.run_id for event in events if isinstance(event, RunStarted)]
+
+
 def test_the_table_of_foreign_runs_is_bounded_and_says_what_it_forgot() -> None:
     metrics, events = GatewayMetrics(), []
-    runs = ForeignRuns(events.append, 2, metrics, clock=lambda: AT, new_id=iter("abcdefgh").__next__)
+    runs = _foreign(2, events, metrics)
     first = runs.begin(Identity(run_id="1"), None)
     for name in ("2", "3"):
         runs.finish(runs.begin(Identity(run_id=name), None), "stop")
     runs.finish(first, "length", Usage(5, 3, 2, 1, "r0"))  # its run was forgotten; the call's end is told all the same
     runs.finish(runs.begin(Identity(run_id="1"), None), "stop")
-    started = [event.run_id for event in events if isinstance(event, RunStarted)]
-    assert started == ["ext:1", "ext:2", "ext:3", "ext:1"]
-    assert CallFinished("ext:1", "default", 0, "a", AT, "length", 5, 3, 2, 1, 0.0, "r0") in events
+    assert _started(events) == ["ext:1", "ext:2", "ext:3", "ext:1"]
+    assert CallFinished("ext:1", "default", 0, first.call_id, AT, "length", 5, 3, 2, 1, 0.0, "r0") in events
     assert metrics.registry.get_sample_value("pbkv_foreign_runs_forgotten_total") == 2
     assert metrics.registry.get_sample_value("pbkv_foreign_runs") == 2
+
+
+def test_a_name_that_comes_back_after_its_end_is_a_new_run() -> None:
+    """The controller takes what comes for an ended run for late, so the same id would be ignored."""
+    now, events = [AT], []
+    runs = _foreign(8, events, GatewayMetrics(), lambda: now[0])
+    runs.finish(runs.begin(Identity(run_id="s", final=True), None), "stop")
+    again = runs.begin(Identity(run_id="s"), None)
+    now[0] += 5_000  # an open call keeps its run, however long it takes
+    sibling = runs.begin(Identity(run_id="s"), None)
+    for call in (again, sibling):
+        runs.finish(call, "stop")
+    now[0] += 601
+    after_the_lease = runs.begin(Identity(run_id="s"), None)
+    callers = [call.caller for call in (again, sibling, after_the_lease)]
+    assert [(caller.run_id, caller.step) for caller in callers if caller] == [
+        ("ext:s~2", 0),
+        ("ext:s~2", 1),
+        ("ext:s~3", 0),
+    ]
+    assert [event.run_id for event in events if isinstance(event, RunEnded)] == ["ext:s"]
+
+
+def test_a_long_run_is_named_again_for_a_controller_that_has_forgotten_it() -> None:
+    now, events = [AT], []
+    runs = _foreign(8, events, GatewayMetrics(), lambda: now[0])
+    for pause_s in (0, 30, 31, 1):
+        now[0] += pause_s
+        runs.finish(runs.begin(Identity(run_id="s"), None), "stop")
+    assert [(event.run_id, event.at_s) for event in events if isinstance(event, RunStarted)] == [
+        ("ext:s", AT),
+        ("ext:s", AT + 61),
+    ]
 
 
 def test_usage_reads_sglangs_tiers() -> None:

@@ -46,11 +46,8 @@ class ThreadView:
 
     values: Any
     interrupts: dict[str, list[Json]]
+    waiting: bool  # there are tasks left, or done ones whose step no checkpoint concludes yet
     next: tuple[str, ...]  # graph nodes that are still to run
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self.next)
 
     @property
     def status(self) -> ThreadStatus:
@@ -155,4 +152,4 @@ def thread_config(thread_id: str, checkpoint_id: str | None = None) -> RunnableC
 
 def view_of(snapshot: StateSnapshot) -> ThreadView:
     interrupts = {task.id: [plain(i) for i in task.interrupts] for task in snapshot.tasks if task.interrupts}
-    return ThreadView(plain(snapshot.values), interrupts, snapshot.next)
+    return ThreadView(plain(snapshot.values), interrupts, bool(snapshot.tasks), snapshot.next)

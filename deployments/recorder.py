@@ -9,18 +9,26 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
 from deployments.runner_metrics import RunnerMetrics
 from deployments.watching import Wakeups
+from pbkv_ray.errors import StoreError
 from pbkv_ray.store import Batch, CallRow, RunRow, Store
 
 logger = logging.getLogger(__name__)
 
-TRANSIENT = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 MAX_WAITING = 256  # events of one run that wait for the store; beyond it the graph waits
-RETRY_S = 0.2
+RETRY_S, MAX_RETRY_S = 0.1, 5.0
+
+
+class Backoff:
+    """Waits between tries, each time twice as long, up to a bound."""
+
+    def __init__(self) -> None:
+        self._next_s = RETRY_S
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, MAX_RETRY_S)
 
 
 class RunLog:
@@ -117,6 +125,7 @@ class Recorder:
             del self._logs[log.run.run_id]
 
     async def _write_for_ever(self) -> None:
+        backoff = Backoff()
         while True:
             await self._work.wait()
             self._work.clear()
@@ -124,17 +133,18 @@ class Recorder:
             batches = [log.take() for log in logs]
             try:
                 lost, dropped = await self._store.events.append(batches, self._clock())
-            except TRANSIENT as error:
+            except StoreError as error:
                 self._metrics.store_errors.inc()
                 logger.warning("the store did not take %d batches, trying again: %s", len(batches), error)
                 for log, batch in zip(logs, batches, strict=True):
                     log.put_back(batch)
                 self._work.set()
-                await asyncio.sleep(RETRY_S)
+                await backoff.wait()
                 continue
             except Exception as error:
                 await self._find_broken(logs, batches, error)
                 continue
+            backoff = Backoff()
             self._metrics.events.inc(sum(len(b.events) for b in batches if b.run_id not in lost))
             self._metrics.events_dropped.labels("run is full").inc(dropped)
             for log in logs:

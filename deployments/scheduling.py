@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from deployments.endings import failed, stopped
 from deployments.execution import Execution
 from deployments.graphs import Graphs
-from deployments.recorder import TRANSIENT, Recorder
+from deployments.recorder import Recorder
 from deployments.runner_metrics import RunnerMetrics
 from deployments.supervision import Active, Supervisor
 from deployments.watching import Wakeups, wait_for_news
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.events import Event, RunEnded
+from pbkv_ray.errors import StoreError
 from pbkv_ray.store import RunRow, Stop, Store
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Scheduler:
             self._room.clear()
             try:
                 await self.claim_all()
-            except TRANSIENT as error:
+            except StoreError as error:
                 self._metrics.store_errors.inc()
                 logger.warning("no run could be claimed: %s", error)
             except Exception:
@@ -94,7 +95,7 @@ class Scheduler:
         while True:
             try:
                 await self.tick()
-            except TRANSIENT as error:
+            except StoreError as error:
                 self._metrics.store_errors.inc()
                 logger.warning("the store does not answer: %s", error)
             except Exception:

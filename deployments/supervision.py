@@ -18,18 +18,20 @@ import psycopg_pool
 from deployments.endings import failed, stopped, timed_out
 from deployments.execution import Attempt, Execution
 from deployments.graphs import Graphs
-from deployments.recorder import RETRY_S, TRANSIENT, Recorder, RunLog
+from deployments.recorder import Backoff, Recorder, RunLog
 from deployments.runner_metrics import RunnerMetrics
 from pbkv_ray.config import RunnerOptions
-from pbkv_ray.core.events import Event, Outcome
+from pbkv_ray.core.events import Event, Outcome, RunEnded
+from pbkv_ray.errors import StoreError
 from pbkv_ray.graph.callback import LifecycleCallback
 from pbkv_ray.store import Ending, RunRow, Store
 
 logger = logging.getLogger(__name__)
 
 Reason = Literal["interrupt", "rollback", "timeout", "shutdown", "lost", "broken", "retry"]
-# What the checkpoint savers raise when their database is away. The graph is not at fault: the run is tried again.
-CHECKPOINTS_AWAY = (psycopg.OperationalError, psycopg_pool.PoolTimeout, sqlite3.OperationalError)
+# What the store and the checkpoint savers raise when the database is away. The graph is not at fault: the run is
+# tried again.
+DATABASE_AWAY = (StoreError, psycopg.OperationalError, psycopg_pool.PoolTimeout, sqlite3.OperationalError)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,7 @@ class Active:
     calls: int = 0  # recorded
     task: asyncio.Task[Ending] | None = None
     callback: LifecycleCallback | None = None
+    told: RunEnded | None = None  # what the callback said of the end; whether it is one is known a little later
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self, reason: Reason, detail: str = "") -> None:
@@ -85,6 +88,7 @@ class Supervisor:
             if stop is not None:
                 active.stop(stop)
             ending = None if stop is not None else await self._execute(active)
+            self._tell_end(active)
             await self._recorder.close(active.log)
             await self._conclude(active, ending)
         except Exception:
@@ -124,7 +128,7 @@ class Supervisor:
             ending = await self._execution.run(Attempt.of(run), callback, active.log.publish)
             outcome = "interrupted" if ending.status == "interrupted" else "completed"
             return ending
-        except CHECKPOINTS_AWAY as error:
+        except DATABASE_AWAY as error:
             outcome = "failed"
             if active.reason is None and run.attempt < self._options.max_attempts:
                 active.reason, active.detail = "retry", str(error)
@@ -139,13 +143,21 @@ class Supervisor:
         run = active.run
 
         def emit(event: Event) -> None:
-            if not active.silent:
+            if isinstance(event, RunEnded):
+                active.told = event
+            elif not active.silent:
                 self._emit(event)
 
         agents = self._graphs.spec(run.workflow).agents
         edges = self._graphs.edges(run.workflow)
         active.callback = LifecycleCallback(run.run_id, run.workflow, agents, edges, emit, clock=self._clock)
         return active.callback
+
+    def _tell_end(self, active: Active) -> None:
+        if active.callback is not None:
+            active.callback.finish("cancelled")  # counts if the graph has not let go
+        if active.told is not None and not active.silent:
+            self._emit(active.told)
 
     async def _let_go(self, task: asyncio.Task[Ending], run: RunRow) -> None:
         """Waits for a stopped graph; a node that swallows the cancellation is asked again, three times in all."""
@@ -191,13 +203,14 @@ class Supervisor:
 
     async def _persist(self, active: Active, write: Callable[[], Awaitable[bool]]) -> bool:
         """Tries until the store answers. When another runner has the run by then, the store says so (False)."""
+        backoff = Backoff()
         while True:
             try:
                 done = await write()
-            except TRANSIENT as error:
+            except StoreError as error:
                 self._metrics.store_errors.inc()
                 logger.warning("the end of run %s is not stored yet: %s", active.run.run_id, error)
-                await asyncio.sleep(RETRY_S)
+                await backoff.wait()
                 continue
             if not done:
                 self._metrics.lost.inc()

@@ -46,3 +46,7 @@ class SetupError(PbkvError):
 
     exit_code = 3
     status = 503
+
+
+class StoreError(UnavailableError):
+    """The database of runs does not answer; what was asked of it may or may not be stored."""

@@ -1,19 +1,21 @@
 """One SQLAlchemy engine on SQLite or PostgreSQL, with the two kinds of access the store needs: read and write."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import event, insert, make_url, select
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from pbkv_ray.errors import ConfigError, UnavailableError
+from pbkv_ray.errors import ConfigError, StoreError
 from pbkv_ray.store import schema
 
 BUSY_TIMEOUT_MS = 30_000
+AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 
 
 def async_url(url: str) -> str:
@@ -31,6 +33,7 @@ def async_url(url: str) -> str:
 
 class Database:
     """The connections. `read` sees committed rows, each statement for itself; `write` is one transaction.
+    Both raise StoreError when the database does not answer.
 
     SQLite has one writer. Inside a process writers wait on an asyncio lock, because SQLite's own busy handler
     sleeps up to 100 ms between tries; between processes BEGIN IMMEDIATE and `busy_timeout` do, because a
@@ -58,9 +61,9 @@ class Database:
                     await connection.run_sync(schema.metadata.create_all)
                     await self._check_version(connection)
                 return
-            except (IntegrityError, OperationalError) as error:  # two processes created the same table
+            except (DBAPIError, StoreError) as error:  # two processes created the same table
                 if last_try:
-                    raise UnavailableError(f"store {self.shown} cannot create its tables: {error.orig}") from error
+                    raise StoreError(f"store {self.shown} cannot create its tables: {error}") from error
 
     async def _check_version(self, connection: AsyncConnection) -> None:
         found = await connection.scalar(select(schema.meta.c.value).where(schema.meta.c.name == "version"))
@@ -79,26 +82,36 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        async with self._engine.connect() as connection:
-            # SQLite's connections are in autocommit as they are (_prepare_sqlite).
-            if not self.is_sqlite:
-                connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
-            yield connection
+        with self._translated():
+            async with self._engine.connect() as connection:
+                # SQLite's connections are in autocommit as they are (_prepare_sqlite).
+                if not self.is_sqlite:
+                    connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+                yield connection
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
-        if not self.is_sqlite:
-            async with self._engine.begin() as connection:
-                yield connection
-            return
-        async with self._writer, self._engine.connect() as connection:
-            await connection.exec_driver_sql("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                await connection.rollback()
-                raise
-            await connection.commit()
+        with self._translated():
+            if not self.is_sqlite:
+                async with self._engine.begin() as connection:
+                    yield connection
+                return
+            async with self._writer, self._engine.connect() as connection:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+                try:
+                    yield connection
+                except BaseException:
+                    await connection.rollback()
+                    raise
+                await connection.commit()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except AWAY as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            raise StoreError(f"store {self.shown} does not answer ({reason:.200}); try again") from error
 
     async def close(self) -> None:
         await self._engine.dispose()

@@ -5,9 +5,11 @@ import json
 import sys
 from dataclasses import replace
 
+import psycopg
 import pytest
 
 from pbkv_ray.core.events import RunEnded, RunStarted
+from pbkv_ray.errors import StoreError
 from pbkv_ray.store import Ending, NewRun
 from tests.shells.runner_kit import QUICK, FakeTransport, Kit, request
 from tests.shells.store_urls import BACKENDS, fresh_database
@@ -188,6 +190,46 @@ async def test_a_run_is_cancelled_through_another_runner(kit):
     await other.cancel_run(None, run["run_id"], "interrupt")
     assert kit.transport.aborted == ["write"]
     assert (await other.get_run(None, run["run_id"]))["status"] == "interrupted"
+
+
+async def test_a_run_outlasts_a_database_that_is_away_for_a_while(kit, monkeypatch):
+    put, append = kit.checkpointer.aput, kit.store.events.append
+    of_put = [None, None, psycopg.OperationalError("the server closed the connection")]
+    of_append = [None, StoreError("away"), StoreError("away")]
+
+    async def flaky_put(*given):
+        if of_put and (failure := of_put.pop(0)) is not None:
+            raise failure
+        return await put(*given)
+
+    async def flaky_append(*given):
+        if of_append and (failure := of_append.pop(0)) is not None:
+            raise failure
+        return await append(*given)
+
+    monkeypatch.setattr(kit.checkpointer, "aput", flaky_put)
+    monkeypatch.setattr(kit.store.events, "append", flaky_append)
+    runner = await kit.runner()
+    run = await runner.create_run(request("hello"))
+    assert (await runner.wait_run(None, run["run_id"]))["said"] == ["plan:plan", "write:hello"]
+    assert (await runner.get_run(None, run["run_id"]))["attempt"] == 2
+    assert await attempts(runner, run["run_id"]) == [1, 2]
+    outcomes = [event.outcome for event in kit.emitted if isinstance(event, RunEnded)]
+    assert outcomes == ["completed"], "the controller hears of one end"
+    assert (of_put, of_append) == ([], [])
+    assert "pbkv_store_errors_total 2.0" in runner.metrics_text()
+
+
+async def test_a_run_whose_database_stays_away_fails_in_the_end(kit, monkeypatch):
+    async def broken(*given):
+        raise psycopg.OperationalError("the server closed the connection")
+
+    monkeypatch.setattr(kit.checkpointer, "aput", broken)
+    runner = await kit.runner()
+    run = await runner.create_run(request("hello"))
+    said = (await runner.wait_run(None, run["run_id"]))["__error__"]
+    assert said == {"error": "OperationalError", "message": "the server closed the connection"}
+    assert (await runner.get_run(None, run["run_id"]))["attempt"] == 3
 
 
 async def test_finished_runs_outlive_their_runner_and_their_process(kit):

@@ -80,22 +80,26 @@ def clean_chat(body: Json, count: Count) -> Json:
 
 
 def clean_config(config: Json, count: Count) -> Json:
-    """A run's config without the server's fields, LangGraph's own ids, and keys that only the runner may set."""
+    """A run's config without the server's fields and what only the runner may set."""
     kept: Json = {}
     for key, value in config.items():
         if key in RUN_CONFIG:
             kept[key] = value
         else:
             count(key if key in SERVER_ONLY else "config")
-    configurable = kept.get("configurable")
-    if isinstance(configurable, dict):
-        own = {key for key in configurable if key in _LANGGRAPH_OWN or key.startswith("__")}
-        for _ in own:
-            count("configurable")
-        kept["configurable"] = _without({k: v for k, v in configurable.items() if k not in own}, count)
-    if isinstance(kept.get("metadata"), dict):
+    if "configurable" in kept:
+        kept["configurable"] = clean_configurable(kept["configurable"], count)
+    if "metadata" in kept:
         kept["metadata"] = _without(kept["metadata"], count)
     return kept
+
+
+def clean_configurable(configurable: Json, count: Count) -> Json:
+    """What a graph node may read, without the server's fields and LangGraph's own."""
+    own = {key for key in configurable if key in _LANGGRAPH_OWN or key.startswith("__")}
+    for _ in own:
+        count("configurable")
+    return _without({key: value for key, value in configurable.items() if key not in own}, count)
 
 
 def clean_metadata(metadata: Json, count: Count) -> Json:

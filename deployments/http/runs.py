@@ -11,7 +11,7 @@ from deployments.http.body import described, json_body
 from deployments.http.context import Gateway
 from deployments.http.errors import shown
 from deployments.http.models import Json, RunCreate, RunId, Select, ThreadId, selected
-from deployments.http.reserved import clean_config, clean_metadata
+from deployments.http.reserved import clean_config, clean_configurable, clean_metadata
 from deployments.http.streams import awaited, sse
 from deployments.service import RunRequest, RunService, StreamMode
 from pbkv_ray.errors import InputError, NotFoundError, PbkvError
@@ -34,12 +34,11 @@ def to_request(gateway: Gateway, request: Request, body: RunCreate, thread_id: s
         raise InputError(f"checkpoint_ns is {shown(body.checkpoint.checkpoint_ns)}; only the root graph's is served")
     count = gateway.metrics.stripped
     config = clean_config(body.config.model_dump(exclude_none=True) if body.config else {}, count)
-    configurable = {**clean_config({"configurable": body.context or {}}, count)["configurable"]}
-    configurable |= config.get("configurable") or {}
+    # LangGraph's server treats the two alike, and so do our workflows, which declare no context of their own.
+    configurable = {**clean_configurable(body.context or {}, count), **config.pop("configurable", {})}
     checkpoint = body.checkpoint_id or (body.checkpoint.checkpoint_id if body.checkpoint else None)
     if checkpoint:
         configurable["checkpoint_id"] = checkpoint
-    config.pop("configurable", None)
     if configurable:
         config["configurable"] = configurable
     tenant = gateway.tenant(request)

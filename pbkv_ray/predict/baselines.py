@@ -7,10 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from pbkv_ray.core.forecast import Array
+from pbkv_ray.predict.calibration import expand, fit_mixture, scale
 from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts
 from pbkv_ray.predict.dataset import Run, labels, vocabulary
 from pbkv_ray.predict.graphsage import NetOptions
-from pbkv_ray.predict.train import Model, TrainOptions, fit, inputs_of
+from pbkv_ray.predict.train import Model, TrainOptions, begun, fit, inputs_of, labels_of
 
 
 class Fitted(Protocol):
@@ -22,16 +23,6 @@ class Fitted(Protocol):
 
 
 Fit = Callable[[Sequence[Run], Sequence[Run]], Fitted]  # (train, validation)
-
-
-def expand(probability: Array, own: Sequence[str], agents: Sequence[str]) -> Array:
-    """[..., len(own) + 1] as [..., len(agents) + 1]; agents that are not in `agents` are dropped."""
-    out = np.zeros((*probability.shape[:-1], len(agents) + 1))
-    index = {agent: i for i, agent in enumerate(own)}
-    known = [(i, index[agent]) for i, agent in enumerate(agents) if agent in index]
-    out[..., [i for i, _ in known]] = probability[..., [j for _, j in known]]
-    out[..., -1] = probability[..., -1]
-    return out
 
 
 class Majority:
@@ -60,10 +51,13 @@ class Counts:
         self.complete(train)
 
     def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
-        # Asking registers unknown agents, so that the columns may grow on the way.
-        histories = [(run.workflow, run.agents[: i + 1]) for run in runs for i in range(len(run.agents))]
-        forecasts = [self.counts.forecast(workflow, history, self._horizon) for workflow, history in histories]
-        return np.stack([expand(f.step, f.agents, agents) for f in forecasts if f is not None])
+        steps = []
+        for run in runs:
+            histories = [run.agents[: i + 1] for i in range(len(run.agents))]
+            forecasts = self.counts.forecasts(run.workflow, histories, self._horizon)
+            known = [f for f in forecasts if f is not None]
+            steps.append(expand(np.stack([f.step for f in known]), known[0].agents, agents))
+        return np.concatenate(steps)
 
     def complete(self, validation: Sequence[Run]) -> None:
         for run in validation:
@@ -74,13 +68,25 @@ class Counts:
 
 @dataclass
 class Net:
+    """`at_start`: forecasts at the start of a call instead of at its end."""
+
     model: Model
+    at_start: bool = False
 
     def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
         inputs = inputs_of(runs, self.model.agents, tuple(self.model.net.options.signals))
+        inputs = begun(inputs) if self.at_start else inputs
         return expand(self.model.probability(inputs), self.model.agents, agents)
 
     def complete(self, validation: Sequence[Run]) -> None: ...
+
+
+def mixture(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> Array:
+    """[K] weight of the net in service, against counts that have seen the same runs, at the start of a call."""
+    horizon = model.net.options.horizon
+    counted = Counts(train, CountsOptions(horizon=horizon)).probability(validation, model.agents)
+    own = scale(Net(model, at_start=True).probability(validation, model.agents), model.temperature)
+    return fit_mixture(counted, own, labels_of(validation, model.agents, horizon))
 
 
 def candidates(runs: Sequence[Run], horizon: int, train: TrainOptions) -> dict[str, Fit]:

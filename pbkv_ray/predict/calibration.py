@@ -1,5 +1,7 @@
 """Temperature scaling per step, and mixtures of two models: fitted on held-out runs, applied in service."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -58,3 +60,13 @@ def fit_mixture(first: Array, second: Array, label: npt.NDArray[np.int64], least
         likelihood = np.log(np.maximum(one + grid * (two - one), _LEAST)).mean(1)
         weight[k] = grid[int(np.argmax(likelihood)), 0]
     return weight
+
+
+def expand(probability: Array, own: Sequence[str], agents: Sequence[str]) -> Array:
+    """[..., len(own) + 1] as [..., len(agents) + 1]; agents that are not in `agents` are dropped."""
+    out = np.zeros((*probability.shape[:-1], len(agents) + 1))
+    index = {agent: i for i, agent in enumerate(own)}
+    known = [(i, index[agent]) for i, agent in enumerate(agents) if agent in index]
+    out[..., [i for i, _ in known]] = probability[..., [j for _, j in known]]
+    out[..., -1] = probability[..., -1]
+    return out

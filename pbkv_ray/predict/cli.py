@@ -21,7 +21,7 @@ def train(
     trace: TraceFile,
     out: Annotated[Path, typer.Option(help="Folder of the model; one there is replaced.")],
     workflow: Annotated[str | None, typer.Option(help="Only its runs (a model serves one workflow).")] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 40,
+    epochs: Annotated[int, typer.Option(min=1)] = 30,
     patience: Annotated[int, typer.Option(min=1, help="Epochs without a better validation loss.")] = 5,
     seed: int = 0,
     signals: Annotated[list[str] | None, typer.Option(help="Hidden states to read: prefill, decode, inner.")] = None,
@@ -31,6 +31,7 @@ def train(
     import torch
 
     from pbkv_ray.errors import InputError
+    from pbkv_ray.predict.baselines import mixture
     from pbkv_ray.predict.graphsage import NetOptions
     from pbkv_ray.predict.train import TrainOptions, evaluate_held, fit, save
 
@@ -58,8 +59,9 @@ def train(
             bar.update(task, completed=index + 1, description=f"validation loss {loss:.4f}")
 
         model = fit(rest, validation, NetOptions(1, signals=widths), options, epoch)
+    facts = {"workflow": name, "data": trace.name, "data_sha256": data.sha256}
     measured = evaluate_held(model, validation)
-    save(model, out, {"workflow": name, "data": trace.name, "data_sha256": data.sha256, "metrics": measured})
+    save(model, out, {**facts, "mixture": mixture(model, rest, validation).tolist(), "metrics": measured})
     console.print(
         f"{out}: {model.facts['parameters']:,} parameters, {len(runs)} runs of {name}, "
         f"next agent right {measured['top1'][0]:.3f} of validation"
@@ -71,7 +73,8 @@ def evaluate(
     folds: Annotated[int, typer.Option(min=2)] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 40,
+    instances: Annotated[int | None, typer.Option(min=2, help="Only so many task instances.")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 30,
     seed: int = 0,
     threads: Threads = 1,
 ) -> None:
@@ -83,6 +86,8 @@ def evaluate(
 
     torch.set_num_threads(threads)
     data = dataset.load(trace)
+    if instances is not None:
+        data = dataset.sample(data, instances, seed)
     with _progress() as bar:
         task = bar.add_task(data.name, total=None)
 

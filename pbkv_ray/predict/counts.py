@@ -79,19 +79,30 @@ class VariableOrderCounts:
         """A call of `following` started `seconds` after its run's call of `agent` had started."""
         self._workflow(workflow).waits.observe(agent, following, seconds)
 
+    def transitions(self, workflow: str) -> dict[str, dict[str, float]]:
+        """agent -> {next agent: how often}, as far as counted; without END."""
+        known = self._workflows.get(workflow)
+        return known.transitions() if known else {}
+
     def waits(self, workflow: str) -> Waits | None:
         known = self._workflows.get(workflow)
         return known.waits if known else None
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         """[min(horizon, options.horizon)] steps; None for a workflow without graph and observations."""
+        return self.forecasts(workflow, [history], horizon)[0]
+
+    def forecasts(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> list[Forecast | None]:
+        """`forecast` of many runs of one workflow at once: little more than the cost of one."""
         known = self._workflows.get(workflow)
-        if known is None or not known.names:
-            return None
-        step = known.step(history)[:horizon]
+        if known is None or not known.names or not histories:
+            return [None] * len(histories)
+        steps = known.steps(histories)[:, :horizon]
         agents = tuple(known.names)
-        wait = known.waits.expected(history[-1] if history else None, agents, step)
-        return Forecast(agents, step, wait)
+        return [
+            Forecast(agents, step, known.waits.expected(history[-1] if history else None, agents, step))
+            for history, step in zip(histories, steps, strict=True)
+        ]
 
     def _workflow(self, name: str) -> "_Workflow":
         known = self._workflows.get(name)
@@ -167,31 +178,40 @@ class _Workflow:
         if len(self._rows) > self._options.max_contexts:
             self._shrink()
 
-    def step(self, history: Sequence[str]) -> Array:
-        """[horizon, agents + 1], END last."""
-        path = self._position(history).paths[0]
-        families = self._families(path, slice(None))
-        probability = _softmax(np.einsum("fk,fkw->kw", self._weight, np.log(families)))
-        return np.concatenate((probability[:, 1:], probability[:, :1]), axis=1)
+    def transitions(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for agent, column in self._index.items():
+            row = self._rows.get((column,))
+            if row is not None:
+                counts = self._counts[row, 0, 1 : len(self.names) + 1]
+                found[agent] = {name: float(n) for name, n in zip(self.names, counts, strict=True) if n > 0}
+        return found
 
-    def _families(self, path: _Path, steps: slice) -> Array:
-        """[families, steps, columns]: what each family of contexts expects after `path`.
+    def steps(self, histories: Sequence[Sequence[str]]) -> Array:
+        """[histories, horizon, agents + 1], END last."""
+        paths = [self._position(history).paths[0] for history in histories]
+        logs = np.log(self._families(paths, slice(None)))
+        probability = _softmax((self._weight[:, :, None] * logs).sum(1))
+        return np.concatenate((probability[..., 1:], probability[..., :1]), axis=-1)
+
+    def _families(self, paths: Sequence[_Path], steps: slice) -> Array:
+        """[paths, families, steps, columns]: what each family of contexts expects after each path.
 
         Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
         that its own count earns, times what all longer ones left over.
         """
         width = len(self.names) + 1
-        rows = path.rows
+        rows = np.array([path.rows for path in paths])
         if self._graph[0]:
-            rows = rows.copy()
-            rows[:, 0] = 0  # the graph knows more than the mean over all contexts
+            rows[:, :, 0] = 0  # the graph knows more than the mean over all contexts
         counts = self._counts[rows, steps, :width]
-        earned = 1.0 / (counts.sum(3) + self._strength)
+        earned = 1.0 / (counts.sum(4) + self._strength)
         left = self._strength * earned
         beyond = np.ones_like(left)
-        beyond[:, :-1] = np.cumprod(left[:, :0:-1], axis=1)[:, ::-1]
-        probability = np.einsum("fjkw,fjk->fkw", counts, earned * beyond)
-        probability += (left[:, 0] * beyond[:, 0])[:, :, None] * self._base(path.current, width)[steps]
+        beyond[:, :, :-1] = np.cumprod(left[:, :, :0:-1], axis=2)[:, :, ::-1]
+        probability = np.einsum("nfjkw,nfjk->nfkw", counts, earned * beyond)
+        base = np.stack([self._base(path.current, width)[steps] for path in paths])
+        probability += (left[:, :, 0] * beyond[:, :, 0])[..., None] * base[:, None]
         return np.maximum(probability, _FLOOR)
 
     def _weigh(self, paths: tuple[_Path, ...], column: int) -> None:
@@ -200,7 +220,7 @@ class _Workflow:
             return
         self._turn += 1
         k = self._turn % len(paths)
-        logs = np.log(self._families(paths[k], slice(k, k + 1))[:, 0])
+        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0])
         probability = _softmax(self._weight[:, k] @ logs)
         gradient = logs[:, column] - logs @ probability
         # The sum forgets, so that the weights keep following what runs do.

@@ -98,11 +98,21 @@ def _run(row: dict[str, Any], name: str) -> Run:
 def folds(runs: Sequence[Run], count: int, seed: int = 0) -> Ints:
     """[runs] the fold of each run: all runs of a task instance share one, folds have even numbers of instances,
     and the same runs always fall into the same folds. InputError with fewer instances than folds."""
-    instances = sorted({r.instance for r in runs}, key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
+    instances = _shuffled({run.instance for run in runs}, seed)
     if count < 2 or len(instances) < count:
         raise InputError(f"{len(instances)} task instances cannot make {count} folds; record more or ask for fewer")
     of = {instance: i % count for i, instance in enumerate(instances)}
     return np.array([of[run.instance] for run in runs], np.int64)
+
+
+def sample(trace: Trace, instances: int, seed: int = 0) -> Trace:
+    """The runs of so many task instances, all of them when there are fewer; which ones depends on `seed` alone."""
+    kept = set(_shuffled({run.instance for run in trace.runs}, seed)[:instances])
+    return Trace(trace.name, trace.sha256, tuple(run for run in trace.runs if run.instance in kept))
+
+
+def _shuffled(instances: Iterable[str], seed: int) -> list[str]:
+    return sorted(instances, key=lambda instance: hashlib.sha256(f"{seed}/{instance}".encode()).digest())
 
 
 def vocabulary(runs: Iterable[Run]) -> tuple[str, ...]:

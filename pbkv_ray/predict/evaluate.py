@@ -10,13 +10,16 @@ import numpy as np
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.errors import InputError
 from pbkv_ray.predict import metrics
-from pbkv_ray.predict.baselines import Fit, Fitted, candidates
+from pbkv_ray.predict.baselines import Fit, Fitted, Net, candidates
 from pbkv_ray.predict.calibration import fit_mixture, fit_temperature, mix, scale
 from pbkv_ray.predict.dataset import Ints, Run, Trace, folds, labels, vocabulary
 from pbkv_ray.predict.train import TrainOptions
 
 HORIZON = 10
-COUNTS, NET, SERVED = "variable-order counts", "graphsage", "served (counts and graphsage)"
+COUNTS, NET = "variable-order counts", "graphsage"
+AT_START = "graphsage at the start of a call"  # the same net, without what only the finished call tells
+SERVED, SERVED_AT_START = "served (counts and graphsage)", "served at the start of a call"
+_DERIVED = {AT_START: NET, SERVED: NET, SERVED_AT_START: NET}
 
 
 @dataclass(slots=True)
@@ -52,8 +55,8 @@ def evaluate(
     for workflow in trace.workflows:
         runs = [run for run in trace.runs if run.workflow == workflow]
         known = candidates(runs, HORIZON, train or TrainOptions(seed=seed))
-        if unknown := [name for name in names if name not in (*known, SERVED)]:
-            raise InputError(f"model {unknown[0]!r} is unknown; this trace allows {', '.join([*known, SERVED])}")
+        if unknown := [name for name in names if name not in (*known, *_DERIVED)]:
+            raise InputError(f"model {unknown[0]!r} is unknown; this trace allows {', '.join([*known, *_DERIVED])}")
         mine = answers[workflow] = {}
         fold = folds(runs, count, seed)
         for test in range(count):
@@ -97,26 +100,31 @@ def _fold(
 ) -> None:
     train, validation, test = parts
     held = _labels(validation, agents)
-    served = not names or SERVED in names
-    kept: dict[str, tuple[Array, Array]] = {}  # of the two that are mixed: (validation, test), calibrated
+    needed = {*names, *((COUNTS, NET) if any(name in _DERIVED for name in names) else ())} if names else {*known}
+    kept: dict[str, tuple[Array, Array]] = {}  # (validation, test) as they serve: counts as they are, nets calibrated
+
+    def answer(name: str, before: Array, plain: Array) -> None:
+        temperature = fit_temperature(before, held)
+        kept[name] = (before, plain) if name == COUNTS else (scale(before, temperature), scale(plain, temperature))
+        if not names or name in names:
+            answers.setdefault(name, _Answers()).add(plain, temperature)
+
     for name, fit in known.items():
-        if names and name not in names and not (served and name in (COUNTS, NET)):
+        if name not in needed:
             continue
         model: Fitted = fit(train, validation)
         before = model.probability(validation, agents)
-        temperature = fit_temperature(before, held)
         model.complete(validation)
-        plain = model.probability(test, agents)
-        if not names or name in names:
-            answers.setdefault(name, _Answers()).add(plain, temperature)
-        if name in (COUNTS, NET):
-            kept[name] = (scale(before, temperature), scale(plain, temperature))
+        answer(name, before, model.probability(test, agents))
+        if name == NET and isinstance(model, Net):
+            begun = Net(model.model, at_start=True)
+            answer(AT_START, begun.probability(validation, agents), begun.probability(test, agents))
         if progress:
             progress(name)
-    if served:
-        weight = fit_mixture(kept[COUNTS][0], kept[NET][0], held)
-        temperature = fit_temperature(mix(kept[COUNTS][0], kept[NET][0], weight), held)
-        answers.setdefault(SERVED, _Answers()).add(mix(kept[COUNTS][1], kept[NET][1], weight), temperature)
+    if COUNTS in kept and NET in kept:
+        for name, net in ((SERVED, NET), (SERVED_AT_START, AT_START)):
+            weight = fit_mixture(kept[COUNTS][0], kept[net][0], held)
+            answer(name, *(mix(kept[COUNTS][part], kept[net][part], weight) for part in (0, 1)))
 
 
 def _figures(answers: dict[str, list[_Answers]], truth: Sequence[Ints]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 _RECENT = 6  # last agents, one by one
 _VISITS = 4  # last visits, with their lengths
 _ONE_HOT = 12  # small numbers get a slot each
-LENGTHS = 6
+LENGTHS = 4  # the last slots: of the last call, are its prompt and output tokens known, and their logarithms
 
 
 def width(agents: int) -> int:
@@ -53,7 +53,6 @@ class PathFeatures:
         self._calls = np.zeros(self._known + 1, np.float32)
         self._visited = np.zeros(self._known + 1, np.float32)
         self._last = np.full(self._known + 1, -1.0, np.float32)
-        self._lengths: dict[int, tuple[float, float]] = {}
         self._length = [0.0] * LENGTHS
         self._total = 0
 
@@ -78,20 +77,29 @@ class PathFeatures:
 
     def correct(self, prompt_tokens: int | None, output_tokens: int | None) -> None:
         """Tokens of the last call, once they are known."""
-        column = self._recent[0]
-        before = self._lengths.get(column)
         if prompt_tokens is not None:
-            size = math.log1p(prompt_tokens)
-            self._length[:2] = [1.0, size / 8.0]
-            if before is not None:
-                self._length[4] = size - before[0]
+            self._length[:2] = [1.0, math.log1p(prompt_tokens) / 8.0]
         if output_tokens is not None:
-            size = math.log1p(output_tokens)
-            self._length[2:4] = [1.0, size / 8.0]
-            if before is not None:
-                self._length[5] = size - before[1]
-            if prompt_tokens is not None:
-                self._lengths[column] = (math.log1p(prompt_tokens), size)
+            self._length[2:] = [1.0, math.log1p(output_tokens) / 8.0]
+
+    def copy(self) -> "PathFeatures":
+        twin = PathFeatures.__new__(PathFeatures)
+        twin.__dict__.update(self.__dict__)
+        twin._recent, twin._visits, twin._length = [*self._recent], [*self._visits], [*self._length]
+        twin._calls, twin._visited, twin._last = self._calls.copy(), self._visited.copy(), self._last.copy()
+        return twin
+
+    def earlier(self) -> Floats:
+        """[agents + 1] how often each agent, the unknown one last, was called before the current call."""
+        before = self._calls.copy()
+        if self._total:
+            before[self._recent[0]] -= 1
+        return before
+
+    @property
+    def current(self) -> int:
+        """Column of the last call's agent; that of the unknown agent before the first call."""
+        return min(self._recent[0], self._known)
 
     def vector(self) -> Floats:
         """[width(agents)]"""

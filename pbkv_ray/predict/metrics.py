@@ -33,7 +33,7 @@ def calibration_error(probability: Array, label: Labels, bins: int = 15) -> floa
 
 
 def debiased_calibration_error(
-    probability: Array, label: Labels, bins: int = 15, draws: int = 200, seed: int = 0
+    probability: Array, label: Labels, bins: int = 15, draws: int = 50, seed: int = 0
 ) -> float:
     """Calibration error less what a perfectly calibrated model of the same confidences shows on so few samples
     (the mean over `draws` of answers drawn from its own confidences), not below zero."""

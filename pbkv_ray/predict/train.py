@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pbkv_ray.core.forecast import Array
@@ -18,23 +18,22 @@ from pbkv_ray.predict import features, metrics
 from pbkv_ray.predict.calibration import fit_temperature, scale
 from pbkv_ray.predict.dataset import MASKED, Ints, Run, labels, vocabulary
 from pbkv_ray.predict.graphsage import GraphSage, Inputs, NetOptions, transition_matrix
-
-FORMAT = 1  # of the model folder
+from pbkv_ray.predict.inference import FORMAT
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    epochs: int = 40
+    epochs: int = 30
     patience: int = 5  # epochs without a better validation loss
-    batch: int = 256
+    updates: int = 40  # per epoch, as far as batches of 32 to 512 allow
     learning_rate: float = 2e-3
     weight_decay: float = 1e-3
     hide_agent: float = 0.1  # share of batches in which one agent is taken for unknown, so that new ones are learned
-    hide_lengths: float = 0.2  # share of samples whose last call has no token counts yet
+    hide_call: float = 0.3  # share of samples whose last call has only begun: no token counts, no hidden states
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "patience", "batch"):
+        for name in ("epochs", "patience", "updates"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"TrainOptions.{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -98,6 +97,18 @@ def inputs_of(runs: Sequence[Run], agents: Sequence[str], signals: Sequence[str]
     )
 
 
+def begun(inputs: Inputs) -> Inputs:
+    """The same positions at the start of the last call: neither its token counts nor its hidden states are known."""
+    vectors = inputs.features.clone()
+    vectors[:, -features.LENGTHS :] = 0.0
+    return Inputs(
+        inputs.current,
+        inputs.earlier,
+        vectors,
+        {name: torch.zeros_like(value) for name, value in inputs.signals.items()},
+    )
+
+
 def labels_of(runs: Sequence[Run], agents: Sequence[str], horizon: int) -> Ints:
     return np.concatenate([labels(run, agents, horizon) for run in runs])
 
@@ -127,11 +138,12 @@ def fit(
     held_label = torch.from_numpy(labels_of(validation, agents, net.horizon))
     optimizer = torch.optim.AdamW(module.parameters(), options.learning_rate, weight_decay=options.weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs, options.learning_rate / 20)
+    batch = min(512, max(32, len(data) // options.updates))
     best, best_state, stale = float("inf"), module.state_dict(), 0
     losses = []
     for epoch in range(options.epochs):
         module.train()
-        for rows in torch.randperm(len(data), generator=generator).split(options.batch):
+        for rows in torch.randperm(len(data), generator=generator).split(batch):
             loss = _batch_loss(module, transitions, data[rows], label[rows], options, generator)
             optimizer.zero_grad()
             loss.backward()
@@ -184,9 +196,10 @@ def _batch_loss(
 ) -> Tensor:
     known = module.options.agents
     rows = torch.arange(known + 1)
-    if torch.rand((), generator=generator) < options.hide_lengths * 2:
-        unknown = torch.rand(len(data), generator=generator) < 0.5
-        data.features[unknown, -features.LENGTHS :] = 0.0
+    begun = torch.rand(len(data), generator=generator) < options.hide_call
+    data.features[begun, -features.LENGTHS :] = 0.0
+    for value in data.signals.values():
+        value[begun] = 0.0
     if torch.rand((), generator=generator) < options.hide_agent:
         agent = int(torch.randint(known, (), generator=generator))
         data.features = data.features[:, torch.from_numpy(features.hidden(known, agent))]
@@ -226,19 +239,3 @@ def save(model: Model, folder: Path, facts: dict[str, Any]) -> None:
     for old in folder.glob("model-*.safetensors"):
         if old.name != name:
             old.unlink(missing_ok=True)
-
-
-def load(folder: Path) -> Model:
-    """InputError when the folder holds no model of this format."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        if config.get("format") != FORMAT:
-            raise InputError(f"model {folder} has format {config.get('format')}, not {FORMAT}; train it again")
-        net = GraphSage(NetOptions(**config["net"]))
-        tensors = load_file(folder / Path(config["tensors"]).name)
-        transitions = tensors.pop("transitions")
-        net.load_state_dict({name.removeprefix("net."): value for name, value in tensors.items()})
-        facts = {k: v for k, v in config.items() if k not in ("format", "tensors", "net", "agents", "temperature")}
-        return Model(net, tuple(config["agents"]), transitions, np.array(config["temperature"]), facts)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"{folder} holds no model ({error}); make one with pbkv train") from error

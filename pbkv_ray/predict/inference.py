@@ -1,0 +1,136 @@
+"""The trained net in plain numpy: what serves forecasts. No torch, no start-up cost, microseconds for a few runs.
+
+`graphsage.GraphSage` defines the net; a test holds both to the same numbers.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from pbkv_ray.core.forecast import Array
+from pbkv_ray.errors import InputError
+from pbkv_ray.predict.calibration import scale
+from pbkv_ray.predict.features import Floats, PathFeatures
+
+FORMAT = 1  # of the model folder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedNet:
+    """A net of one workflow, as `pbkv train` left it.
+
+    agents: its columns; temperature [K]; mixture [K]: weight of the net against the counts; facts: config.json.
+    """
+
+    agents: tuple[str, ...]
+    horizon: int
+    signals: tuple[str, ...]
+    temperature: Array
+    mixture: Array
+    transitions: Floats
+    tensors: Mapping[str, Floats]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> "ServedNet":
+        """InputError when the folder holds no model of this format."""
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            if config.get("format") != FORMAT:
+                raise InputError(f"model {folder} has format {config.get('format')}, not {FORMAT}; train it again")
+            tensors = load_file(folder / Path(config["tensors"]).name)
+            horizon = int(config["net"]["horizon"])
+            net = cls(
+                agents=tuple(config["agents"]),
+                horizon=horizon,
+                signals=tuple(config["net"]["signals"]),
+                temperature=np.array(config["temperature"]),
+                mixture=np.array(config.get("mixture", np.ones(horizon))),
+                transitions=tensors.pop("transitions"),
+                tensors={name.removeprefix("net."): value for name, value in tensors.items()},
+                facts=config,
+            )
+            follow = PathFeatures(net.agents)
+            follow.push(net.agents[0])
+            probe = net.forecast(net.states((), {}), [follow])
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise InputError(f"{folder} holds no model ({error}); make one with pbkv train") from error
+        if not np.isfinite(probe).all():
+            raise InputError(f"model {folder} forecasts numbers that are not finite; train it again")
+        return net
+
+    def states(self, added: Sequence[str], transitions: Mapping[str, Mapping[str, float]]) -> Floats:
+        """[agents + 1 + added, width] H(2) of Eq. 3: the net's agents, the unknown one, and agents that the workflow
+        got later, which have no embedding but a place in the graph: agent -> {next agent: how often}."""
+        names = [*self.agents, "", *added]
+        matrix = np.zeros((len(names), len(names)), np.float32)
+        matrix[: len(self.agents) + 1, : len(self.agents) + 1] = self.transitions
+        index = {name: i for i, name in enumerate(names) if name}
+        for agent, following in transitions.items():
+            known = [(index[name], count) for name, count in following.items() if name in index]
+            total = sum(count for _, count in known)
+            # Agents of the net keep their trained row unless they now call an agent that it did not know.
+            if agent in index and total and (agent in added or any(name in added for name in following)):
+                row = np.zeros(len(names), np.float32)
+                for column, count in known:
+                    row[column] = count / total
+                matrix[index[agent]] = row
+        embedding = self.tensors["embedding.weight"]
+        state = np.concatenate((embedding, np.repeat(embedding[-1:], len(added), 0)))
+        for layer in ("layers.0", "layers.1"):
+            passed = (matrix @ state) @ self.tensors[f"{layer}.lin_rel.weight"].T
+            own = state @ self.tensors[f"{layer}.lin_root.weight"].T
+            state = np.maximum(passed + own + self.tensors[f"{layer}.lin_rel.bias"], 0)
+        return np.asarray(state, np.float32)
+
+    def forecast(
+        self, states: Floats, paths: Sequence[PathFeatures], hidden: Sequence[Mapping[str, Floats]] = ()
+    ) -> Array:
+        """[paths, K, agents + added + 1], END last, calibrated. `hidden`: per path, signal -> [width], where known.
+
+        `paths` follow this net's agents; added agents are one (the unknown) to them, and columns of their own here.
+        """
+        t, known = self.tensors, len(self.agents)
+        parts: list[Floats] = []
+        graph = bool(self.facts["net"]["graph"])
+        if graph:
+            current = states[[path.current for path in paths]]
+            earlier = np.zeros((len(paths), len(states)), np.float32)
+            earlier[:, : known + 1] = [path.earlier() for path in paths]
+            score = (current @ t["query.weight"].T) @ states.T / states.shape[1] ** 0.5
+            weight = np.exp(score - score.max(1, keepdims=True)) * earlier
+            weight /= np.maximum(weight.sum(1, keepdims=True), 1e-9)
+            parts += [current, weight @ states]
+        if "features.0.weight" in t:
+            parts.append(_dense(np.stack([path.vector() for path in paths]), t, "features.0"))
+        for signal in self.signals:
+            size = t[f"text.{signal}.0.weight"].shape[0]
+            zero = np.zeros(size, np.float32)
+            value = np.stack([np.asarray(h.get(signal, zero), np.float32) for h in hidden or [{}] * len(paths)])
+            parts.append(_dense(_normal(value, t, f"text.{signal}.0"), t, f"text.{signal}.1"))
+        state = _dense(np.concatenate(parts, 1), t, "head.1")
+        free = (state @ t["free.weight"].T + t["free.bias"]).reshape(len(paths), self.horizon, known + 1)
+        asked = np.concatenate((states[:known], states[known + 1 :]))
+        tied = (state @ t["tied.weight"].T + t["tied.bias"]).reshape(len(paths), self.horizon, -1)
+        logits = np.zeros((len(paths), self.horizon, len(asked) + 1), np.float32)
+        if graph:
+            logits[..., :-1] = tied @ asked.T / states.shape[1] ** 0.5
+        logits[..., :known] += free[..., :known]
+        logits[..., -1] = free[..., known]
+        probability = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
+        return scale(probability / probability.sum(-1, keepdims=True), self.temperature)
+
+
+def _dense(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:
+    return np.maximum(value @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"], 0)
+
+
+def _normal(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:
+    centred = value - value.mean(1, keepdims=True)
+    spread = np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
+    return np.asarray(centred / spread * tensors[f"{layer}.weight"] + tensors[f"{layer}.bias"])

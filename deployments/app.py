@@ -73,6 +73,31 @@ def _autoscaling(args: AppArgs) -> dict[str, Any] | None:
     }
 
 
+def start_ray(least_cpus: int, attempts: int = 3) -> None:
+    """The cluster that RAY_ADDRESS names, or one on this machine's loopback with at least so many logical CPUs.
+
+    Ray gives a node 30 s to start, which a busy machine may need more than once. Raises UnavailableError.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            if "RAY_ADDRESS" in os.environ:
+                ray.init(log_to_driver=False, logging_level="ERROR")
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, least_cpus),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _node_ip_address="127.0.0.1",
+                )
+            return
+        except Exception as error:  # Ray raises plain ones here
+            ray.shutdown()
+            if attempt == attempts:
+                raise UnavailableError(f"Ray did not start: {error}") from error
+
+
 def run_local(args: AppArgs, host: str, port: int, *, name: str = APPLICATION) -> None:
     """Ray on this machine, if there is none in this process, and the application on it; returns when it serves.
 
@@ -80,14 +105,7 @@ def run_local(args: AppArgs, host: str, port: int, *, name: str = APPLICATION) -
     """
     resolve_model(args.model)  # what is wrong with the model is better said here than in a replica's log
     if not ray.is_initialized():
-        ray.init(
-            address=os.environ.get("RAY_ADDRESS", "local"),
-            num_cpus=max(os.cpu_count() or 1, args.engine_replicas + 1) if "RAY_ADDRESS" not in os.environ else None,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-        )
+        start_ray(args.engine_replicas + 1)
     http = HTTPOptions(host=host, port=port, request_timeout_s=LONGEST_RUN_S)
     serve.start(proxy_location="HeadOnly", http_options=http)
     try:

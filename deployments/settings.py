@@ -29,7 +29,7 @@ class AppArgs(BaseModel):
     engine_replicas: Positive = 1
     max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two
     tensor_parallel: Positive = 1
-    device_pool_tokens: Annotated[int, Field(ge=0)] = 32_768
+    device_pool_tokens: Annotated[int, Field(ge=0)] = 16_384  # 0 on a GPU: SGLang takes what is free
     host_pool_ratio: Annotated[float, Field(ge=0)] = 2.0
     context_length: Positive = 8_192
     max_running_requests: Positive = 16

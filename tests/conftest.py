@@ -57,13 +57,8 @@ def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this process on loopback; four logical CPUs, whatever the machine has."""
     import ray
 
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        namespace="pbkv-tests",
-        _node_ip_address="127.0.0.1",
-    )
+    from deployments.app import start_ray
+
+    start_ray(4)
     yield
     ray.shutdown()

@@ -8,6 +8,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from pbkv_ray.engine.cpu_platform import ATTENTION_BACKEND, allocate_host_pool, copy_between_pools
 
+HOST_RESERVE_BYTES = 1 << 30
+
 
 class PbkvCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """An out-of-tree CPU: `native` forwards (PyTorch) instead of the kernels of SGLang's own CPU engine."""
@@ -27,8 +29,10 @@ class PbkvCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def init_backend(self) -> None:
-        from sglang.srt.mem_cache.pool_host import common, mha, mla
+        from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
         common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_host_pool
         mha.transfer_kv_direct = copy_between_pools
         mla.transfer_kv_direct = copy_between_pools
+        # SGLang leaves 10 GB of the host alone, a GPU server's measure that no laptop passes.
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES

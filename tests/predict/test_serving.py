@@ -61,7 +61,7 @@ def test_a_better_net_joins_after_it_was_seen_to_be_better() -> None:
     live(served, *["ax", "ay"] * 20)
     served.install("swe", net(after_a([0, 0.5, 0.5, 0])))
     assert not served.gates()["swe"].open
-    live(served, *["ax", "ay"] * 4)
+    live(served, *["ax", "ay"] * 3)
     assert not served.gates()["swe"].open, "too few calls were judged"
     # Now only x: counts learn it slowly, this net knows it.
     served.install("swe", net(after_a([0, 1, 0, 0])))
@@ -80,10 +80,11 @@ def test_a_net_that_drifts_leaves_and_may_come_back() -> None:
     assert served.gates()["swe"].open
     live(served, *["ay"] * 30)
     assert not served.gates()["swe"].open
-    (forecast,) = live(served, "ay")
-    alone = served.counts.forecast("swe", "a", 10)
-    assert alone is not None
-    assert forecast.step[0, forecast.agents.index("y")] > 0.5
+    forecast, alone = served.forecast("swe", "a", 10), served.counts.forecast("swe", "a", 10)
+    assert forecast is not None and alone is not None
+    assert (forecast.step == alone.step).all()
+    live(served, *["ax"] * 60)
+    assert served.gates()["swe"].open
 
 
 def test_a_net_that_breaks_or_lies_is_dropped_and_counts_answer() -> None:

@@ -26,10 +26,10 @@ Memory = dict[str, list[Turn]]
 T = TypeVar("T", bound=BaseModel)
 
 # One line of text without quotes, backslashes and control characters: a small model under constrained decoding
-# can then neither fill it with newlines nor leave the string open.
-_LINE: Final = r'^[^"\\\x00-\x1f]{1,%d}$'
-ShortLine = Annotated[str, StringConstraints(pattern=_LINE % 40)]
-Line = Annotated[str, StringConstraints(pattern=_LINE % 80)]
+# can then neither fill it with newlines nor leave the string open. Use this one type everywhere: the grammar compiler
+# needs a second for it, once, and shares it between schemas.
+Line = Annotated[str, StringConstraints(pattern=r'^[^"\\\x00-\x1f]{1,80}$')]
+LINE_TOKENS: Final = 120  # enough for a Line of any text and the JSON around it
 
 
 def prompt(preamble: str, task: str, turns: Sequence[Turn], request: str) -> list[Message]:
@@ -45,7 +45,14 @@ def extended(task: str, turns: Sequence[Turn], request: str, answer: str) -> lis
 
 
 async def ask(
-    llm: LLM, agent: str, memory: Memory, preamble: str, task: str, request: str, schema: type[T], max_tokens: int
+    llm: LLM,
+    agent: str,
+    memory: Memory,
+    preamble: str,
+    task: str,
+    request: str,
+    schema: type[T],
+    max_tokens: int = LINE_TOKENS,
 ) -> tuple[T, Memory]:
     """Asks for `schema` under constrained decoding; the answer, and the memory with this exchange in it."""
     turns = memory.get(agent, [])

@@ -1,4 +1,4 @@
-"""hover: checks a claim against a corpus, one search a hop, until the judge is sure or the hops are used up."""
+"""hover: checks a claim against a corpus, one question a hop, until a part is refuted or all are supported."""
 
 import os
 from collections.abc import Iterator
@@ -52,7 +52,9 @@ def after_retrieve(state: HoverState) -> Literal["analyse", "judge"]:
 
 
 def after_judge(state: HoverState) -> Literal["query", "__end__"]:
-    return "query" if state["verdict"] == "UNSURE" and state["hop"] < state["max_hops"] else "__end__"
+    """One part that is not supported settles the claim; it is supported when all its parts are."""
+    last = state["hop"] >= min(len(state["questions"]), state["max_hops"])
+    return "query" if state["verdict"] == "SUPPORTED" and not last else "__end__"
 
 
 def read(path: Path) -> Iterator[Json]:

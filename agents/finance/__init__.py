@@ -18,12 +18,13 @@ The rules for all agents:
 - A margin is a part divided by the whole. Growth is the new figure minus the old one, divided by the old one.
 - Answer with the JSON object that is asked for and nothing else. Keep every text short.
 
-Example. Filing: Net sales were 200 in 2021 and 150 in 2020.
+An example. Filing: Net sales were 200 in 2021 and 150 in 2020.
 Question: How much did sales grow in 2021?
-Figures: sales 2021 = 200, sales 2020 = 150
-Expression: (200 - 150) / 150
-Result: 0.3333
-Answer: Sales grew by 33.3 percent in 2021."""
+extract: {"figures": [{"name": "net sales 2021", "value": "200"}, {"name": "net sales 2020", "value": "150"}]}
+compute: {"expression": "(200 - 150) / 150"}
+The calculator: 0.333333
+check: {"reason": "Sales rose by a third of 150.", "plausible": true}
+report: {"answer": "Sales grew by 33 percent in 2021."}"""
 
 
 class Figure(TypedDict):

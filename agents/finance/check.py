@@ -14,5 +14,5 @@ class Check(BaseModel):
 
 async def run(llm: LLM, state: FinanceState) -> FinanceState:
     request = f"You are check. {state['expression']} = {state['result']}\nCan this be the answer?"
-    answer, memory = await ask(llm, "check", state["memory"], PREAMBLE, task(state), request, Check, max_tokens=120)
+    answer, memory = await ask(llm, "check", state["memory"], PREAMBLE, task(state), request, Check)
     return {"concern": answer.reason, "plausible": answer.plausible, "memory": memory}

@@ -14,5 +14,5 @@ class Answer(BaseModel):
 async def run(llm: LLM, state: FinanceState) -> FinanceState:
     doubt = "" if state["plausible"] else f"\nThe check doubts it: {state['concern']}"
     request = f"You are report. {state['expression']} = {state['result']}{doubt}\nWrite the answer."
-    answer, memory = await ask(llm, "report", state["memory"], PREAMBLE, task(state), request, Answer, max_tokens=120)
+    answer, memory = await ask(llm, "report", state["memory"], PREAMBLE, task(state), request, Answer)
     return {"answer": answer.answer, "memory": memory}

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from agents.conversation import Line, ask, clip
-from agents.hover import PREAMBLE, HoverState, task
+from agents.hover import PREAMBLE, HoverState, question, task
 from pbkv_ray.graph.client import LLM
 
 
@@ -16,6 +16,6 @@ class Note(BaseModel):
 
 async def run(llm: LLM, state: HoverState) -> HoverState:
     passages = "\n".join(f"[{found['title']}] {clip(found['text'], 600)}" for found in state["found"])
-    request = f"You are analyse. Passages:\n{passages}\nNote the one fact that matters for the claim."
-    answer, memory = await ask(llm, "analyse", state["memory"], PREAMBLE, task(state), request, Note, max_tokens=140)
+    asked = f"You are analyse. Passages:\n{passages}\nQuestion: {question(state)}\nNote the fact that answers it."
+    answer, memory = await ask(llm, "analyse", state["memory"], PREAMBLE, task(state), asked, Note)
     return {"notes": [*state["notes"], f"{answer.fact} ({answer.relation})"], "memory": memory}

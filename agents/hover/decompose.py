@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from agents.conversation import Line, ask
+from agents.conversation import LINE_TOKENS, Line, ask
 from agents.hover import PREAMBLE, HoverState, task
 from pbkv_ray.graph.client import LLM
 
@@ -16,7 +16,7 @@ class Questions(BaseModel):
 async def run(llm: LLM, state: HoverState) -> HoverState:
     """The first agent of a run: it also clears what an earlier run on the same thread left."""
     request = "You are decompose. Write one to three questions."
-    answer, memory = await ask(llm, "decompose", {}, PREAMBLE, task(state), request, Questions, max_tokens=300)
+    answer, memory = await ask(llm, "decompose", {}, PREAMBLE, task(state), request, Questions, 3 * LINE_TOKENS)
     return {
         "questions": list(answer.questions),
         "hop": 0,

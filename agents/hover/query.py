@@ -1,9 +1,9 @@
-"""query: writes the words to search for, for one question a hop."""
+"""query: takes the next question and writes the words to search for."""
 
 from pydantic import BaseModel
 
 from agents.conversation import Line, ask
-from agents.hover import PREAMBLE, HoverState, task
+from agents.hover import PREAMBLE, HoverState, question, task
 from pbkv_ray.graph.client import LLM
 
 
@@ -12,8 +12,9 @@ class Query(BaseModel):
 
 
 async def run(llm: LLM, state: HoverState) -> HoverState:
-    questions, hop = state["questions"], state["hop"]
+    hop = state["hop"] + 1
     known = state["notes"][-1] if state["notes"] else "nothing yet"
-    request = f"You are query. Known: {known}\nQuestion: {questions[hop % len(questions)]}\nWrite the search words."
-    answer, memory = await ask(llm, "query", state["memory"], PREAMBLE, task(state), request, Query, max_tokens=120)
-    return {"query": answer.words, "hop": hop + 1, "memory": memory}
+    asked = question({**state, "hop": hop})
+    request = f"You are query. Known: {known}\nQuestion: {asked}\nWrite the search words."
+    answer, memory = await ask(llm, "query", state["memory"], PREAMBLE, task(state), request, Query)
+    return {"query": answer.words, "hop": hop, "memory": memory}

@@ -20,17 +20,21 @@ The rules for all agents:
 - Do not print, do not read input, do not open files or connections.
 - Answer in the form that is asked for and nothing else. No greeting, no explanation.
 
-Example. The problem: double(4) returns 6.
+An example. The problem: double(4) returns 6. It must return 8.
+numbers.py
 ```python
 def double(x):
     return x + 2
 ```
-What is wrong: two is added to x, x must be multiplied by two.
+planner: {"wrong": "double adds two, it must multiply by two"}
+coder:
 ```python
 def double(x):
     return x * 2
 ```
-Commit: Multiply by two in double"""
+tester: {"report": "All tests passed: double(4) is 8."}
+committer: {"subject": "Multiply by two in double"}
+When a test fails, analyser: {"change": "Replace + 2 by * 2 in the return statement."}"""
 
 
 class SweState(TypedDict, total=False):

@@ -17,7 +17,5 @@ async def run(llm: LLM, state: SweState) -> SweState:
         f"You are analyser. The coder wrote:\n```python\n{code.strip()}\n```\n"
         f"The tests failed: {clip(state['output'], 800)}\nSay what the coder must change."
     )
-    answer, memory = await ask(
-        llm, "analyser", state["memory"], PREAMBLE, task(state), request, Diagnosis, max_tokens=120
-    )
+    answer, memory = await ask(llm, "analyser", state["memory"], PREAMBLE, task(state), request, Diagnosis)
     return {"diagnosis": answer.change, "memory": memory}

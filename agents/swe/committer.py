@@ -14,7 +14,5 @@ class Commit(BaseModel):
 async def run(llm: LLM, state: SweState) -> SweState:
     code = state["patch"][state["target"]].strip()
     request = f"You are committer. The new file:\n```python\n{code}\n```\nWrite the commit's line."
-    answer, memory = await ask(
-        llm, "committer", state["memory"], PREAMBLE, task(state), request, Commit, max_tokens=120
-    )
+    answer, memory = await ask(llm, "committer", state["memory"], PREAMBLE, task(state), request, Commit)
     return {"message": answer.subject, "memory": memory}

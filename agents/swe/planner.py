@@ -28,7 +28,7 @@ async def run(llm: LLM, state: SweState) -> SweState:
     paths = tuple(state["files"])
     schema = _choosing(paths) if len(paths) > 1 else Plan
     request = "You are planner. Say what is wrong."
-    answer, memory = await ask(llm, "planner", {}, PREAMBLE, task(state), request, schema, max_tokens=160)
+    answer, memory = await ask(llm, "planner", {}, PREAMBLE, task(state), request, schema)
     return {
         "plan": answer.wrong,
         "target": answer.file if isinstance(answer, FilePlan) else next(iter(paths), ""),

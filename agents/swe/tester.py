@@ -14,5 +14,5 @@ class Report(BaseModel):
 async def run(llm: LLM, state: SweState) -> SweState:
     outcome = "The tests passed." if state["exit_code"] == 0 else "The tests failed."
     request = f"You are tester. {outcome}\n{clip(state['output'], 800)}\nReport it."
-    answer, memory = await ask(llm, "tester", state["memory"], PREAMBLE, task(state), request, Report, max_tokens=120)
+    answer, memory = await ask(llm, "tester", state["memory"], PREAMBLE, task(state), request, Report)
     return {"report": answer.report, "memory": memory}

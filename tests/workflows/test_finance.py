@@ -42,7 +42,7 @@ async def test_an_expression_without_a_value_does_not_stop_the_run() -> None:
 
 
 async def test_a_long_filing_is_cut_and_says_so() -> None:
-    llm = scripted("1")
+    llm = scripted("1 + 1")
     await walk(finance.SPEC, llm, {**QUESTION, "excerpts": ["x" * 30_000]})
     content = llm.prompts["extract"][0][1].content
     assert "[cut]" in content
@@ -102,9 +102,7 @@ def test_financebench_lines_are_read(tmp_path) -> None:
         "evidence": [{"evidence_text": "page one", "doc_name": "x"}, {"evidence_text": "page two"}],
     }
     file.write_text(json.dumps(record) + "\n\n")
-    assert list(finance.read(file)) == [
-        {"company": "3M", "question": "What?", "excerpts": ["page one", "page two"]}
-    ]
+    assert list(finance.read(file)) == [{"company": "3M", "question": "What?", "excerpts": ["page one", "page two"]}]
 
 
 def test_a_line_without_evidence_is_refused(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""hover: the judge and the retriever decide the way, the hop limit ends it."""
+"""hover: the judge, the retriever and the number of questions decide the way; the hop limit ends it."""
 
 import json
 
@@ -24,48 +24,40 @@ def scripted(verdicts: list[str], searches: list[str]) -> FakeLLM:
     )
 
 
-async def test_a_sure_judge_ends_the_run_after_one_hop() -> None:
-    run = await walk(hover.SPEC, scripted(["SUPPORTED"], ["Torl Bridge"]), CLAIM)
+async def test_a_refuted_part_ends_the_run_after_one_hop() -> None:
+    run = await walk(hover.SPEC, scripted(["NOT_SUPPORTED"], ["Torl Bridge"]), CLAIM)
     assert run.path == FIRST_HOP
-    assert run.state["verdict"] == "SUPPORTED"
+    assert run.state["verdict"] == "NOT_SUPPORTED"
     assert run.state["notes"] == ["The Torl Bridge was built by Ana Keld. (confirms)"]
     assert run.state["seen"] == ["Torl Bridge", "Ana Keld"]
 
 
-async def test_an_unsure_judge_asks_for_the_next_question() -> None:
-    llm = scripted(["UNSURE", "NOT_SUPPORTED"], ["Torl Bridge", "Silver Heron captain"])
+async def test_a_supported_part_leads_to_the_next_question() -> None:
+    llm = scripted(["SUPPORTED", "SUPPORTED"], ["Torl Bridge", "Silver Heron captain"])
     run = await walk(hover.SPEC, llm, CLAIM)
     assert run.path == (*FIRST_HOP, "query", "retrieve", "analyse", "judge")
     assert [messages[-1].content.split("\n")[-2] for messages in llm.prompts["query"]] == [
         "Question: Who built the bridge?",
         "Question: Where was the builder born?",
     ]
-    assert run.state["verdict"] == "NOT_SUPPORTED"
+    assert run.state["verdict"] == "SUPPORTED"
 
 
 async def test_a_search_that_finds_nothing_new_goes_to_the_judge() -> None:
-    run = await walk(hover.SPEC, scripted(["UNSURE", "SUPPORTED"], ["Torl Bridge"]), CLAIM)
+    run = await walk(hover.SPEC, scripted(["SUPPORTED"], ["Torl Bridge"]), CLAIM)
     assert run.path == (*FIRST_HOP, "query", "retrieve", "judge")
     assert len(run.state["notes"]) == 1
 
 
-async def test_at_the_hop_limit_the_judge_must_choose() -> None:
-    llm = scripted(["UNSURE", "UNSURE", "NOT_SUPPORTED"], ["Torl Bridge", "Silver Heron", "Otto Marn"])
-    run = await walk(hover.SPEC, llm, CLAIM)
-    assert run.path.count("judge") == run.state["hop"] == 3
-    assert run.state["verdict"] == "NOT_SUPPORTED"
-
-
-async def test_unsure_is_no_answer_at_the_hop_limit() -> None:
-    with pytest.raises(ValueError, match="UNSURE"):
-        await walk(hover.SPEC, scripted(["UNSURE"], ["Torl"]), {**CLAIM, "max_hops": 1})
+async def test_the_hop_limit_ends_the_run_before_its_last_question() -> None:
+    run = await walk(hover.SPEC, scripted(["SUPPORTED"], ["Torl Bridge"]), {**CLAIM, "max_hops": 1})
+    assert run.path == FIRST_HOP
+    assert len(run.state["questions"]) == 2
 
 
 async def test_these_stories_take_every_edge() -> None:
-    taken = set()
-    for verdicts in (["SUPPORTED"], ["UNSURE", "SUPPORTED"]):
-        taken |= (await walk(hover.SPEC, scripted(verdicts, ["Torl Bridge"]), CLAIM)).edges
-    assert taken == all_edges(hover.SPEC, None)
+    runs = [await walk(hover.SPEC, scripted([word], ["Torl Bridge"]), CLAIM) for word in ("SUPPORTED", "NOT_SUPPORTED")]
+    assert set().union(*(run.edges for run in runs)) == all_edges(hover.SPEC, None)
 
 
 async def test_a_second_run_on_the_same_state_starts_afresh() -> None:
@@ -76,7 +68,7 @@ async def test_a_second_run_on_the_same_state_starts_afresh() -> None:
 
 
 async def test_every_prompt_of_an_agent_continues_its_last_one() -> None:
-    llm = scripted(["UNSURE", "UNSURE", "SUPPORTED"], ["Torl Bridge", "Silver Heron", "Otto Marn"])
+    llm = scripted(["SUPPORTED"], ["Torl Bridge", "Silver Heron"])
     await walk(hover.SPEC, llm, CLAIM)
     for agent in ("query", "analyse", "judge"):
         for before, after in zip(llm.prompts[agent], llm.prompts[agent][1:], strict=False):
@@ -110,5 +102,5 @@ async def test_a_corpus_folder_of_texts_is_searched(tmp_path, monkeypatch) -> No
     (tmp_path / "a.txt").write_text("Rill\n\nThe Rill is a stream.")
     (tmp_path / "b.txt").write_text("Moor\nThe Moor is a heath.")
     monkeypatch.setenv("PBKV_HOVER_CORPUS", str(tmp_path))
-    run = await walk(hover.SPEC, scripted(["SUPPORTED"], ["stream"]), CLAIM)
+    run = await walk(hover.SPEC, scripted(["NOT_SUPPORTED"], ["stream"]), CLAIM)
     assert run.state["found"] == [{"title": "Rill", "text": "The Rill is a stream."}]

@@ -19,9 +19,7 @@ QUICK = Limits(seconds=20, memory_bytes=256 * 2**20, processes=12, file_bytes=2*
 
 
 async def run_code(code: str, limits: Limits = QUICK, **files: str) -> Outcome:
-    return await Sandbox(limits).run(
-        [sys.executable, "-I", "main.py"], {"main.py": textwrap.dedent(code), **files}
-    )
+    return await Sandbox(limits).run([sys.executable, "-I", "main.py"], {"main.py": textwrap.dedent(code), **files})
 
 
 def processes_with(mark: str) -> list[int]:
@@ -43,8 +41,7 @@ async def test_a_command_sees_its_files_and_says_how_it_ended() -> None:
 
 @needs_isolation
 async def test_an_endless_loop_is_stopped() -> None:
-    outcome = await run_code("print('on', flush=True)\nwhile True: pass", Limits(seconds=0.5))
-    assert outcome == Outcome(None, "on\n")
+    assert await run_code("while True: pass", Limits(seconds=0.5)) == Outcome(None, "")
 
 
 @needs_isolation
@@ -169,7 +166,7 @@ async def test_a_process_that_leaves_the_group_dies_too() -> None:
 
 
 async def _started(mark: str) -> None:
-    while not processes_with(mark):  # noqa: ASYNC110 - another process makes it true
+    while not processes_with(mark):
         await asyncio.sleep(0.01)
 
 

@@ -142,7 +142,7 @@ async def test_only_checkouts_of_the_servers_owner_are_opened(tmp_path, monkeypa
     (root / "open" / "a.py").symlink_to(outside / "a.py")
     monkeypatch.setenv("PBKV_CHECKOUTS", str(root))
     for name in ("secret", "open", "absent"):
-        with pytest.raises(NotFoundError, match="no folder below|no file of the checkout"):
+        with pytest.raises(NotFoundError, match=r"no folder below|no file of the checkout"):
             await solve(scripted(RIGHT), {**data, "checkout": name})
 
 

@@ -104,8 +104,8 @@ class Sandbox:
         arguments = await _to_the_end(prepared)
         output = folder / "output"
         with output.open("wb") as stream:
-            process = await asyncio.create_subprocess_exec(
-                *arguments,
+            process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds and is awaited below
+                arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -115,13 +115,13 @@ class Sandbox:
             )
         exit_code: int | None = None
         try:
-            exit_code = await asyncio.wait_for(process.wait(), self._limits.seconds)
+            exit_code = await asyncio.wait_for(_ended(process), self._limits.seconds)
         except TimeoutError:
             pass
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await _to_the_end(process.wait())
+            await _to_the_end(_ended(process))
         text = _tail(output, self._limits.output_bytes).replace(str(folder / "work"), jail.WORK)
         if exit_code == jail.FAILED and text.startswith(jail.FAILED_PREFIX):
             raise UnavailableError(f"the sandbox could not start: {text.removeprefix(jail.FAILED_PREFIX).strip()}")
@@ -220,6 +220,23 @@ def _tail(path: Path, count: int) -> str:
         file.seek(max(0, size - count))
         text = file.read(count).decode("utf-8", "replace")
     return text if size <= count else f"[{size - count} bytes dropped]\n{text}"
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of `process`. Not asyncio's own subprocesses: they need a child watcher, which the event loop
+    policy that SGLang and Ray set (uvloop's) does not have for other loops."""
+    if process.returncode is not None:
+        return process.returncode
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
 
 
 async def _to_the_end(work: Awaitable[T]) -> T:

@@ -1,9 +1,13 @@
 """The workflows as compiled graphs, and what their checkpoints say of a thread."""
 
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psycopg
+import psycopg_pool
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from langgraph.graph import StateGraph
@@ -14,10 +18,12 @@ from pydantic.errors import PydanticUserError
 
 from deployments.encoding import plain, to_json
 from deployments.service import Json
-from pbkv_ray.errors import InputError
+from pbkv_ray.errors import InputError, StoreError
 from pbkv_ray.graph.client import LLM
 from pbkv_ray.store import RunRow, ThreadStatus
 
+# What the checkpoint savers raise when their database is away.
+SAVER_AWAY = (psycopg.OperationalError, psycopg_pool.PoolTimeout, sqlite3.OperationalError)
 RUN_KEY = "pbkv_run_id"  # in a checkpoint's metadata: the run that wrote it
 Graph = CompiledStateGraph[Any, Any, Any, Any]
 
@@ -107,13 +113,16 @@ class Graphs:
     # --- checkpoints ---
 
     async def newest(self, thread_id: str) -> CheckpointTuple | None:
-        return await self._checkpointer.aget_tuple(thread_config(thread_id))
+        with reachable():
+            return await self._checkpointer.aget_tuple(thread_config(thread_id))
 
     async def view(self, workflow: str, thread_id: str) -> ThreadView:
-        return view_of(await self.compiled(workflow).aget_state(thread_config(thread_id)))
+        with reachable():
+            return view_of(await self.compiled(workflow).aget_state(thread_config(thread_id)))
 
     async def forget(self, thread_id: str) -> None:
-        await self._checkpointer.adelete_thread(thread_id)
+        with reachable():
+            await self._checkpointer.adelete_thread(thread_id)
 
     async def roll_back(self, run: RunRow, base_checkpoint: str | None) -> None:
         """Puts the thread back to where it stood before the run: at a checkpoint, or (None) at nothing.
@@ -136,6 +145,16 @@ class Graphs:
             asked = [Interrupt.from_ns(one.value, f"{now.name}:{now.id}") for one in before.interrupts]
             if asked:
                 await self._checkpointer.aput_writes(copied, [("__interrupt__", asked)], now.id)
+
+
+@contextmanager
+def reachable() -> Iterator[None]:
+    """Raises StoreError for a checkpoint saver whose database is away."""
+    try:
+        yield
+    except SAVER_AWAY as error:
+        reason = str(error).partition("\n")[0]
+        raise StoreError(f"the checkpoints' database does not answer ({reason:.200}); try again") from error
 
 
 def _schema(make: Callable[[], Json | None]) -> Json | None:

@@ -7,17 +7,13 @@ out whether it was bad luck.
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import psycopg
-import psycopg_pool
-
 from deployments.endings import failed, stopped, timed_out
 from deployments.execution import Attempt, Execution
-from deployments.graphs import Graphs
+from deployments.graphs import SAVER_AWAY, Graphs
 from deployments.recorder import Backoff, Recorder, RunLog
 from deployments.runner_metrics import RunnerMetrics
 from pbkv_ray.config import RunnerOptions
@@ -29,9 +25,8 @@ from pbkv_ray.store import Ending, RunRow, Store
 logger = logging.getLogger(__name__)
 
 Reason = Literal["interrupt", "rollback", "timeout", "shutdown", "lost", "broken", "retry"]
-# What the store and the checkpoint savers raise when the database is away. The graph is not at fault: the run is
-# tried again.
-DATABASE_AWAY = (StoreError, psycopg.OperationalError, psycopg_pool.PoolTimeout, sqlite3.OperationalError)
+# The database is away, the graph is not at fault: the run is tried again.
+AWAY = (StoreError, *SAVER_AWAY)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +123,7 @@ class Supervisor:
             ending = await self._execution.run(Attempt.of(run), callback, active.log.publish)
             outcome = "interrupted" if ending.status == "interrupted" else "completed"
             return ending
-        except DATABASE_AWAY as error:
+        except AWAY as error:
             outcome = "failed"
             if active.reason is None and run.attempt < self._options.max_attempts:
                 active.reason, active.detail = "retry", str(error)

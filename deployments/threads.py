@@ -9,7 +9,7 @@ from langgraph.errors import InvalidUpdateError
 from langgraph.types import StateSnapshot
 
 from deployments.encoding import iso, plain
-from deployments.graphs import Graphs, thread_config, view_of
+from deployments.graphs import Graphs, reachable, thread_config
 from deployments.service import Json
 from pbkv_ray.errors import ConflictError, InputError, NotFoundError
 from pbkv_ray.store import Store, ThreadRow
@@ -62,7 +62,8 @@ class ThreadService:
             return empty_state(thread_id)
         config = thread_config(thread_id, checkpoint_id)
         try:
-            snapshot = await self._graphs.compiled(row.workflow).aget_state(config)
+            with reachable():
+                snapshot = await self._graphs.compiled(row.workflow).aget_state(config)
         except ValueError as error:
             raise NotFoundError(f"thread {thread_id!r} has no checkpoint {checkpoint_id!r}") from error
         if checkpoint_id is not None and snapshot.created_at is None:
@@ -79,7 +80,8 @@ class ThreadService:
         states = self._graphs.compiled(row.workflow).aget_state_history(
             thread_config(thread_id), limit=limit, before=None if before is None else thread_config(thread_id, before)
         )
-        return [state_json(thread_id, snapshot) async for snapshot in states]
+        with reachable():
+            return [state_json(thread_id, snapshot) async for snapshot in states]
 
     async def update_state(self, thread_id: str, values: Json | None, as_node: str | None) -> Json:
         """Writes a checkpoint as if graph node `as_node` had returned `values`. ConflictError on a busy thread."""
@@ -90,10 +92,11 @@ class ThreadService:
             raise ConflictError(f"thread {thread_id!r} has had no run, so no workflow to update; run one first")
         graph = self._graphs.compiled(row.workflow)
         try:
-            config = await graph.aupdate_state(thread_config(thread_id), values, as_node=as_node)
+            with reachable():
+                config = await graph.aupdate_state(thread_config(thread_id), values, as_node=as_node)
         except InvalidUpdateError as error:
             raise InputError(f"thread {thread_id!r} refuses the update: {error}") from error
-        view = view_of(await graph.aget_state(thread_config(thread_id)))
+        view = await self._graphs.view(row.workflow, thread_id)
         await self._store.threads.set_state(thread_id, view.state, view.status, self._clock())
         return {"checkpoint": checkpoint_json(thread_id, config)}
 

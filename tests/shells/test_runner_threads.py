@@ -1,9 +1,10 @@
 """Conversations: several runs on a thread, people who answer, histories, and ways back."""
 
+import psycopg
 import pytest
 
 from deployments.service import RunRequest
-from pbkv_ray.errors import ConflictError, InputError, NotFoundError
+from pbkv_ray.errors import ConflictError, InputError, NotFoundError, StoreError
 from tests.shells.runner_kit import Kit, request
 from tests.shells.store_urls import BACKENDS, fresh_database
 
@@ -183,6 +184,17 @@ async def test_threads_are_made_found_changed_and_deleted(kit, runner):
     assert [item async for item in kit.checkpointer.alist({"configurable": {"thread_id": "mine"}})] == []
     with pytest.raises(NotFoundError):
         await runner.list_runs("mine", None, 10, 0)
+
+
+async def test_checkpoints_out_of_reach_are_said_to_be(kit, runner, thread, monkeypatch):
+    await finish(runner, request("x", thread_id=thread))
+
+    async def away(*given):
+        raise psycopg.OperationalError("connection refused\nIs the server running?")
+
+    monkeypatch.setattr(kit.checkpointer, "aget_tuple", away)
+    with pytest.raises(StoreError, match=r"does not answer \(connection refused\); try again"):
+        await runner.thread_state(thread, None)
 
 
 async def test_a_thread_in_use_is_not_deleted(kit, runner, thread):

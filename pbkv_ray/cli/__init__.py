@@ -13,13 +13,21 @@ errors = Console(stderr=True)
 def build_app() -> typer.Typer:
     """The command with all its subcommands."""
     from pbkv_ray.cli import local, runs, submit
+    from pbkv_ray.predict import cli as predict
+    from pbkv_ray.replay import bench_cli
+    from pbkv_ray.replay import cli as replay
     from pbkv_ray.replay.bench_cli import bench_app
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
     app.command("serve")(local.serve)
     app.command("demo")(local.demo)
     app.command("submit")(submit.submit)
+    app.command("train")(predict.train)
+    app.command("evaluate")(predict.evaluate)
     app.add_typer(runs.app, name="runs")
+    app.add_typer(replay.replay_app, name="replay")
+    app.add_typer(replay.traces_app, name="traces")
+    app.add_typer(bench_cli.bench_app, name="bench")
     app.add_typer(bench_app, name="bench")
     return app
 

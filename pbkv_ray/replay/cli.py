@@ -55,7 +55,7 @@ def replay_command(
     half: HalfOption = "report",
     train: Annotated[str, typer.Option(help="tune: predictors saw the other half before; none: cold start")] = "tune",
     mode: Annotated[str, typer.Option(help="fixed (hit rates), loop (latency) or both")] = "both",
-    cost: Annotated[str, typer.Option(help="MODEL/GPU[/tpN] or a calibration file")] = "qwen3-14b/a6000",
+    cost: Annotated[str, typer.Option(help="MODEL/GPU, MODEL/GPU/tpN, or a calibration file")] = "qwen3-14b/a6000",
     host_ratio: Annotated[float, typer.Option(help="host pool / device pool; 0 = no host tier")] = 0.0,
     write_policy: Annotated[str, typer.Option(help="HiCache's")] = "write_through",
     arrivals: Annotated[str, typer.Option(help="closed, backlog, poisson:RATE or trace:SPEED")] = "closed",
@@ -65,6 +65,9 @@ def replay_command(
     max_prompt: Annotated[int | None, typer.Option(help="leave runs with a longer prompt out")] = None,
     page: Annotated[int, typer.Option(help="16: one unit a block; 1: every token")] = BLOCK_TOKENS,
     noise: Annotated[float, typer.Option(help="share of uniform noise in forecasts (paper Eq. 5)")] = 0.0,
+    steps: Annotated[int, typer.Option(help="K of the paper's score")] = 3,
+    gamma: Annotated[float, typer.Option(help="of the paper's score")] = 0.7,
+    rho: Annotated[float, typer.Option(help="share of the pool that prefetch may take from active nodes")] = 0.0,
     known_only: Annotated[bool, typer.Option(help="leave out prompt tokens without block ids")] = False,
     whole: Annotated[bool, typer.Option(help="the whole file, not its standard part")] = False,
     seed: Annotated[int, typer.Option()] = 0,
@@ -99,6 +102,9 @@ def replay_command(
         arrivals=parse_arrivals(arrivals),
         seed=seed,
         noise=noise,
+        steps=steps,
+        gamma=gamma,
+        rho=rho,
     )
     fractions = _fractions(pool_fraction)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -205,11 +211,23 @@ def stats_command(
 
 
 def report_command(
-    sources: Annotated[list[Path], typer.Argument(help="JSON files of `pbkv replay --json`")],
+    sources: Annotated[list[Path] | None, typer.Argument(help="JSON files of `pbkv replay --json`")] = None,
+    trace: Annotated[Path | None, typer.Option(help="run the whole study of this trace first")] = None,
+    runs: Annotated[int | None, typer.Option(help="cut the trace of the study to so many runs")] = None,
+    parts: Annotated[str, typer.Option(help="of the study, comma separated; default: all")] = "",
+    cost: Annotated[str, typer.Option(help="MODEL/GPU, MODEL/GPU/tpN, or a calibration file")] = "qwen3-14b/a6000",
     out: Annotated[Path, typer.Option(help="folder for report.md, report.json and the plots")] = Path("report"),
 ) -> None:
-    """Tables (markdown, JSON) and plots (PNG, SVG) of replays."""
+    """Tables (markdown, JSON) and plots (PNG, SVG) of replays. With --trace it makes the replays, too: policies by
+    pool and by concurrency, K, gamma, noise, rho, the paper's ablation. Replays already in the folder are kept."""
     from pbkv_ray.replay.report import write_report
 
-    for path in write_report(sources, out):
+    files = list(sources or [])
+    if trace is not None:
+        from pbkv_ray.replay.cost import load_cost
+        from pbkv_ray.replay.study import study
+
+        shown, other = _halves(trace, "report", runs, False, "tune")
+        files += study(shown, other, load_cost(cost), out, parts, console.print)
+    for path in write_report(files, out):
         console.print(str(path))

@@ -1,0 +1,30 @@
+"""The command explains itself, all of it, and says what is wrong in a sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbkv_ray.cli import build_app
+
+COMMANDS = (
+    "", "serve", "demo", "submit", "runs", "runs list", "runs show", "runs cancel", "train", "evaluate", "replay",
+    "traces", "traces import", "traces stats", "bench", "bench evict", "bench policies",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str):
+    result = CliRunner().invoke(build_app(), [*command.split(), "--help"])
+    assert result.exit_code == 0, result.exception
+    assert "Usage:" in result.output
+
+
+def test_nobody_at_the_address_is_said_in_one_line_and_ends_with_1():
+    pbkv = Path(sys.executable).parent / "pbkv"
+    result = subprocess.run([pbkv, "runs", "list", "--url", "http://127.0.0.1:9"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "nothing answers at http://127.0.0.1:9" in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.responses import Response
 
 from deployments.http.body import described, read_json
 from deployments.http.context import Gateway
@@ -119,19 +120,20 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
                 return Response(status_code=499)  # nobody reads it; the number is nginx's for logs
             if isinstance(answer, dict):
                 reason, usage = reason_of(answer) or "stop", usage_of(answer)
-                return JSONResponse(answer, headers=headers)
+                text = to_json(answer, inf_nan_mode="null")  # the logprob of a token that a grammar forbids is -inf
+                return Response(text, media_type="application/json", headers=headers)
             # The first chunk comes before the status, so that a refused request is a 4xx and no broken stream.
             first = await unless_gone(request, anext(answer, b""))
             if first is None:
                 reason = "abort"
                 return Response(status_code=499)
-            handed_over = True
             stream = ChatStream(
                 shows_usage=bool(asked.stream_options and asked.stream_options.include_usage),
                 shows_tiers=body.get("return_cached_tokens_details") is True,
             )
-            followed = _followed(first, answer, stream, foreign, call)
-            pump = Pump(followed, gateway.tasks, f"call {call.call_id}")
+            ending = _Ending(foreign, call, stream, answer)
+            pump = Pump(_followed(first, answer, stream, ending), gateway.tasks, f"call {call.call_id}", ending.left)
+            handed_over = True
             return ByteStream(pump, media_type="text/event-stream", headers={**headers, "cache-control": "no-store"})
         finally:
             if not handed_over:
@@ -154,26 +156,43 @@ def router(gateway: Gateway, chat: ChatBackend, foreign: ForeignRuns) -> APIRout
     return routes
 
 
+class _Ending:
+    """Finishes a streamed call once, however it ends: read to its end, broken, left, or never begun."""
+
+    def __init__(
+        self, foreign: ForeignRuns, call: ForeignCall, stream: ChatStream, answer: AsyncIterator[bytes]
+    ) -> None:
+        self._foreign = foreign
+        self._call = call
+        self._stream = stream
+        self._answer = answer
+        self._done = False
+
+    def finish(self, reason: str) -> None:
+        if not self._done:
+            self._done = True
+            self._foreign.finish(self._call, reason, self._stream.usage)
+
+    async def left(self) -> None:
+        self.finish("abort")
+        if (close := getattr(self._answer, "aclose", None)) is not None:
+            await close()
+
+
 async def _followed(
-    first: bytes, rest: AsyncIterator[bytes], stream: ChatStream, foreign: ForeignRuns, call: ForeignCall
+    first: bytes, rest: AsyncIterator[bytes], stream: ChatStream, ending: _Ending
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes to its end; the call is finished with it."""
-    reason = "abort"
+    """The stream's bytes to its end."""
     try:
         chunk: bytes | None = first
         while chunk is not None:
             if kept := stream.passed(chunk):
                 yield kept
             chunk = await anext(rest, None)
-        if left := stream.rest():
-            yield left
-        reason = stream.reason or "stop"
+        if unfinished := stream.rest():
+            yield unfinished
+        ending.finish(stream.reason or "stop")
     except Exception as error:  # the status is sent; what is left is to say it in the stream
-        reason = "error"
+        ending.finish("error")
         told = {"error": {"message": str(cause_of(error)), "type": "server_error", "param": None, "code": None}}
         yield b"data: " + json.dumps(told).encode() + b"\n\n"
-    finally:
-        foreign.finish(call, reason, stream.usage)
-        close = getattr(rest, "aclose", None)
-        if close is not None:
-            await close()

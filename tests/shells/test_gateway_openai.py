@@ -248,3 +248,15 @@ async def test_numbers_that_would_hurt_the_engine_do_not_reach_it(field: str, va
     assert answer.status_code == 422
     assert field in answer.json()["error"]["message"]
     assert (kit.chat.asked, kit.events) == ([], [])
+
+
+async def test_a_logprob_of_minus_infinity_is_answered_as_null() -> None:
+    kit = Kit()
+
+    async def answers(*_: Any) -> Any:
+        return {"choices": [{"logprobs": {"content": [{"logprob": float("-inf")}]}, "finish_reason": "stop"}]}
+
+    kit.chat.openai_chat = answers  # type: ignore[method-assign]
+    async with kit.client() as client:
+        answer = await _ask(client, {})
+    assert answer.json()["choices"][0]["logprobs"] == {"content": [{"logprob": None}]}

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 import httpx
 
 from deployments.gateway import GatewayOptions
+from deployments.http.context import Tasks
+from deployments.http.streams import Pump
 from tests.shells.gateway_kit import Kit, eventually
 
 HELD = {"steps": 1, "hold": True}
@@ -171,3 +175,44 @@ async def test_last_event_id_is_a_number_or_refused() -> None:
     assert ids == {"": ["1", "2", "3"], "-1": ["1", "2", "3"], "1": ["2", "3"], "3": [], "99": []}
     assert refused.status_code == 422
     assert refused.json() == {"detail": "Last-Event-ID is 'three'; it is the number of the last event received"}
+
+
+async def test_a_pump_that_is_closed_before_it_began_still_ends_its_work() -> None:
+    tasks, ended = Tasks(), asyncio.Event()
+
+    async def source() -> AsyncIterator[int]:
+        raise AssertionError("nobody reads it")
+        yield 1
+
+    async def left() -> None:
+        ended.set()
+
+    Pump(source(), tasks, "test", left).close()
+    await eventually(ended)
+
+
+async def test_a_pump_gives_its_source_the_time_to_end() -> None:
+    """The web framework cancels over and over; the source sees one cancellation and may await afterwards."""
+    tasks, order, done = Tasks(), [], asyncio.Event()
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            order.append("closed")
+
+    async def left() -> None:
+        order.append("left")
+        done.set()
+
+    pump = Pump(source(), tasks, "test", left)
+    with anyio.CancelScope() as scope:
+        async for item in pump:
+            order.append(item)
+            scope.cancel()
+    pump.close()
+    pump.close()
+    await eventually(done)
+    assert order == [1, "closed", "left"]

@@ -158,7 +158,6 @@ class LearnedReuse:
         self._counts: OrderedDict[str, _Counts] = OrderedDict()
         self._blank = _Counts()  # of workflows without observations
         self._total = np.zeros((2, 4, len(DEPTHS)))
-        self._total_cross = np.zeros((2, 2))
         self._witness: OrderedDict[tuple[str, str], list[tuple[str, array[int]]]] = OrderedDict()
         self.blocks = 0
         self.forgotten_runs = 0
@@ -192,6 +191,7 @@ class LearnedReuse:
                 self._count_cross(counts, 0, source, to, max(known, other.shared), len(other.blocks), kept)
                 self._count_cross(counts, 1, source, to, known, other.shared, kept)
         counts.seen += 1
+        self._blank.seen += 1
         shared = self._shared(workflow, run, agent, prompt)
         self._keep(prompts, agent, prompt, shared, last)
         return shared * self.block_tokens
@@ -230,11 +230,9 @@ class LearnedReuse:
         kind[[STAY, BACK]] = np.maximum(kind[[STAY, BACK]], kind[STALE])
         kind[SHARED] = np.maximum(kind[SHARED], kind[[STAY, BACK]].max(0))
 
-        every = (self._total_cross[1] + _TRUST * _CROSS_PRIOR) / (self._total_cross[0] + _TRUST)
+        # No leaning on other pairs: credit for a first use that was never seen is harmful (data/statistics.md, 3b).
         pairs = np.pad(counts.cross, [(0, 0), (0, 0), (0, 1), (0, 1)])
-        flow = pairs.sum((2, 3))
-        every = (flow[1] + _TRUST * every) / (flow[0] + _TRUST)
-        cross = (pairs[1] + _TRUST * every[:, None, None]) / (pairs[0] + _TRUST)
+        cross = (pairs[1] + _TRUST * _CROSS_PRIOR) / (pairs[0] + _TRUST)
         cross[1] = np.maximum(cross[1], cross[0])
         return kind, cross
 
@@ -257,11 +255,11 @@ class LearnedReuse:
     def _count_cross(self, counts: _Counts, shared: int, source: int, to: int, start: int, end: int, kept: int) -> None:
         if end > start:
             used = min(max(kept - start, 0), end - start) / (end - start)
-            for table in (counts.cross[:, shared, source, to], self._total_cross[:, shared]):
-                if table[0] > _MEMORY:
-                    table *= 0.5
-                table[0] += 1.0
-                table[1] += used
+            table = counts.cross[:, shared, source, to]
+            if table[0] > _MEMORY:
+                table *= 0.5
+            table[0] += 1.0
+            table[1] += used
 
     def _shared(self, workflow: str, run: str, agent: str, prompt: "array[int]") -> int:
         """Compares with the latest prompts of this agent in two runs, of which one at least is another."""

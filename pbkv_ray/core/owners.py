@@ -106,6 +106,9 @@ class Owners:
         known = self.runs.get(run_id)
         if known is not None:
             self.runs.move_to_end(run_id)
+            if workflow and not known.workflow:  # a forecast may come before the run's first call
+                self.worth.name(known, workflow)
+                self._rank_popular()
             return known
         if run_id in self._ended:
             return None

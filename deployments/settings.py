@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.http.options import GatewayOptions, check_exposure
-from pbkv_ray.config import POLICIES, EngineOptions
+from pbkv_ray.config import EngineOptions
 from pbkv_ray.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -69,8 +69,6 @@ class AppArgs(BaseModel):
         return self.database or f"sqlite+aiosqlite:///{data_dir() / 'runs.sqlite'}"
 
     def engine_options(self) -> EngineOptions:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy is {self.policy!r}; known are {', '.join(POLICIES)}")
         return EngineOptions(
             model=self.model,
             policy=self.policy,

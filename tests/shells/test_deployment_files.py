@@ -1,0 +1,67 @@
+"""cluster.yaml and serve.yaml pass Ray's own validation, and the arguments in serve.yaml ours."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployments.settings import AppArgs
+from pbkv_ray.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+KEY = "0123456789abcdef0123"
+
+
+def test_the_cluster_file_passes_rays_validation():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+    validate_config(config)
+    workers = config["available_node_types"]["gpu8"]
+    assert (workers["min_workers"], workers["max_workers"]) == (1, 8)
+
+
+def test_the_serve_file_passes_rays_schema_and_ours():
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema(**yaml.safe_load((ROOT / "serve.yaml").read_text()))
+    (application,) = schema.applications
+    assert application.import_path == "deployments.app:build"
+    assert AppArgs.checked(application.args).engine_options().policy == "lru"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": 3}, "model is 3"),
+        ({"modle": "x"}, "modle is 'x': Extra inputs are not permitted"),
+        ({"policy": "magic"}, "policy 'magic' is unknown; known are lru, session"),
+        ({"engine_replicas": 0}, "engine_replicas is 0"),
+        ({"host": "0.0.0.0"}, "host '0.0.0.0' is reachable from other machines and no API key is set"),
+        ({"runner_replicas": 2}, "runner_replicas is 2 and the database is SQLite"),
+        ({"api_keys_file": "/no/such/file"}, "api_keys_file /no/such/file cannot be read"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_starts(values: dict[str, object], said: str):
+    with pytest.raises(ConfigError) as caught:
+        AppArgs.checked(values)
+    assert said in str(caught.value)
+
+
+def test_keys_come_from_a_file_and_share_one_salt_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    keys = tmp_path / "keys"
+    keys.write_text(f"# team a\n{KEY}\n\n")
+    args = AppArgs.checked({"host": "0.0.0.0", "api_keys_file": str(keys)})
+    options = args.gateway_options()
+    assert options.api_keys == (KEY,)
+    assert (len(options.salt_secret), options.salt_secret) == (64, args.gateway_options().salt_secret)
+    secret = tmp_path / "pbkv-ray" / "salt-secret"
+    assert oct(secret.stat().st_mode)[-3:] == "600"
+    assert KEY not in repr(options) and options.salt_secret not in repr(options)
+
+
+def test_an_empty_file_of_keys_is_refused(tmp_path: Path):
+    (tmp_path / "keys").write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no key; write one a line"):
+        AppArgs.checked({"api_keys_file": str(tmp_path / "keys")})

@@ -92,15 +92,17 @@ async def test_a_run_ends_once_and_only_for_whom_it_belongs_to(store):
 
 
 async def test_events_of_a_lost_run_are_refused_and_those_of_others_kept(store):
-    for thread in ("t1", "t2"):
+    for thread in ("t1", "t2", "t3"):
         await store.threads.create(thread, {}, 0.0)
         await admit(store, f"run-{thread}", thread)
-    lost, kept = await claim(store, "me"), await claim(store, "me")
+    lost, kept, others = await claim(store, "me"), await claim(store, "me"), await claim(store, "other")
     call = CallRow(kept.run_id, 1, "c1", "plan", 1, "stop", 10, 4, 1, 2, 0.5, "r", 11.0)
     stale = Batch(lost.run_id, "me", 7, [("values", "{}")])
     good = Batch(kept.run_id, "me", 1, [("metadata", "{}"), ("values", "1")], [call])
-    assert await store.events.append([stale, good], 11.0) == ({lost.run_id}, 0)
+    foreign = Batch(others.run_id, "me", 1, [("values", "{}")])
+    assert await store.events.append([stale, good, foreign], 11.0) == ({lost.run_id, others.run_id}, 0)
     assert await store.events.after(lost.run_id, 0) == []
+    assert await store.events.after(others.run_id, 0) == []
     assert [(e.seq, e.event, e.data) for e in await store.events.after(kept.run_id, 1)] == [(2, "values", "1")]
     assert await store.events.calls_of(kept.run_id, 10) == [call]
 

@@ -5,9 +5,10 @@ then the agent's own earlier turns in this run, then its new request. Nothing th
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Final, TypedDict, TypeVar
+from typing import Annotated, Final, TypeVar
 
 from pydantic import BaseModel, StringConstraints
+from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from pbkv_ray.core.calls import Message, Role
 from pbkv_ray.graph.client import LLM

@@ -1,6 +1,6 @@
 """What the agents of `hover` share: the state of a run and the start of every prompt."""
 
-from typing import TypedDict
+from typing_extensions import TypedDict
 
 from agents.conversation import Memory
 

@@ -144,12 +144,13 @@ class _Workflow:
         # Row 0 stays empty: it stands for a context that a position does not have.
         self._rows: dict[tuple[object, ...], int] = {}
         self._counts = np.zeros((64, options.horizon, 8), np.float32)
+        self._totals = np.zeros((64, options.horizon), np.float32)  # sums of _counts over the columns
         self._positions: OrderedDict[tuple[str, ...], _Position] = OrderedDict()
         self._graph: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ())
-        self._prior: Array | None = None  # [1 + agents (0: before the first), horizon, columns]
+        self._prior: npt.NDArray[np.float32] | None = None  # [1 + agents (0: before the first), horizon, columns]
         families = 3 if options.visits else 1
         self._shape = (families, max(options.order + 1, options.visits + 3))
-        strength = np.full(self._shape[1], options.strength[1])
+        strength = np.full(self._shape[1], options.strength[1], np.float32)
         strength[:2] = options.strength[0]
         self._strength = strength[None, :, None]
         self._weight = np.full((families, options.horizon), 1.0 / families)
@@ -174,7 +175,8 @@ class _Workflow:
         steps = np.repeat(np.arange(len(paths)), paths[0].rows.size)
         # Families share their short contexts: fancy indexing counts such a row once, which is what is meant.
         self._counts[rows, steps, column] += 1.0
-        self._counts[0] = 0.0
+        self._totals[rows, steps] += 1.0
+        self._counts[0] = self._totals[0] = 0.0
         if len(self._rows) > self._options.max_contexts:
             self._shrink()
 
@@ -191,10 +193,10 @@ class _Workflow:
         """[histories, horizon, agents + 1], END last."""
         paths = [self._position(history).paths[0] for history in histories]
         logs = np.log(self._families(paths, slice(None)))
-        probability = _softmax((self._weight[:, :, None] * logs).sum(1))
-        return np.concatenate((probability[..., 1:], probability[..., :1]), axis=-1)
+        mixed = np.einsum("fk,nfkw->nkw", self._weight.astype(np.float32), logs)
+        return _softmax(np.concatenate((mixed[..., 1:], mixed[..., :1]), axis=-1).astype(np.float64))
 
-    def _families(self, paths: Sequence[_Path], steps: slice) -> Array:
+    def _families(self, paths: Sequence[_Path], steps: slice) -> npt.NDArray[np.float32]:
         """[paths, families, steps, columns]: what each family of contexts expects after each path.
 
         Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
@@ -205,14 +207,14 @@ class _Workflow:
         if self._graph[0]:
             rows[:, :, 0] = 0  # the graph knows more than the mean over all contexts
         counts = self._counts[rows, steps, :width]
-        earned = 1.0 / (counts.sum(4) + self._strength)
+        earned = 1.0 / (self._totals[rows, steps] + self._strength)
         left = self._strength * earned
         beyond = np.ones_like(left)
         beyond[:, :, :-1] = np.cumprod(left[:, :, :0:-1], axis=2)[:, :, ::-1]
         probability = np.einsum("nfjkw,nfjk->nfkw", counts, earned * beyond)
-        base = np.stack([self._base(path.current, width)[steps] for path in paths])
+        base = self._base(width)[[path.current for path in paths], steps]
         probability += (left[:, :, 0] * beyond[:, :, 0])[..., None] * base[:, None]
-        return np.maximum(probability, _FLOOR)
+        return np.maximum(probability, _FLOOR, out=probability)
 
     def _weigh(self, paths: tuple[_Path, ...], column: int) -> None:
         """One gradient step on the log-likelihood, for the weights of one step in turn (before it is counted)."""
@@ -220,7 +222,7 @@ class _Workflow:
             return
         self._turn += 1
         k = self._turn % len(paths)
-        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0])
+        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0]).astype(np.float64)
         probability = _softmax(self._weight[:, k] @ logs)
         gradient = logs[:, column] - logs @ probability
         # The sum forgets, so that the weights keep following what runs do.
@@ -300,30 +302,32 @@ class _Workflow:
             row = self._rows[context] = len(self._rows) + 1
             if row >= len(self._counts):
                 self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+                self._totals = np.concatenate((self._totals, np.zeros_like(self._totals)))
         return row
 
     def _shrink(self) -> None:
         """Halve all counts and forget the contexts seen least, half of them: old behaviour fades with use."""
-        totals = self._counts[:, 0].sum(1)
+        seen = self._totals[:, 0]
         # A suffix is seen at least as often as what it is a suffix of, and comes first among equals.
-        order = sorted(self._rows.items(), key=lambda item: (-totals[item[1]], len(item[0])))
+        order = sorted(self._rows.items(), key=lambda item: (-seen[item[1]], len(item[0])))
         kept = order[: max(1, self._options.max_contexts // 2)]
-        counts = self._counts[[0, *(row for _, row in kept)]] / 2
+        rows = [0, *(row for _, row in kept)]
         self._dropped["contexts"] += len(order) - len(kept)
         self._rows = {context: 1 + i for i, (context, _) in enumerate(kept)}
         self._positions.clear()
-        self._counts = np.zeros((max(64, len(counts) * 2), *counts.shape[1:]), np.float32)
-        self._counts[: len(counts)] = counts
+        counts, totals = self._counts[rows] / 2, self._totals[rows] / 2
+        self._counts = np.concatenate((counts, np.zeros_like(counts)))
+        self._totals = np.concatenate((totals, np.zeros_like(totals)))
 
-    def _base(self, current: int, width: int) -> Array:
-        """[horizon, width]: what is expected before anything was counted."""
-        if not self._graph[0]:
-            return np.full((self._options.horizon, width), 1.0 / width)
+    def _base(self, width: int) -> npt.NDArray[np.float32]:
+        """[width (the current agent; 0: none yet), horizon, width]: what is expected before anything was counted."""
         if self._prior is None:
-            hops = first_agents(self.names, *self._graph)
-            hops = self._options.graph_trust * hops + (1 - self._options.graph_trust) / width
-            self._prior = propagate(hops, self._options.horizon)
-        return self._prior[current]
+            hops = np.full((width, width), 1.0 / width)
+            if self._graph[0]:
+                trust = self._options.graph_trust
+                hops = trust * first_agents(self.names, *self._graph) + (1 - trust) * hops
+            self._prior = propagate(hops, self._options.horizon).astype(np.float32)
+        return self._prior
 
 
 def _softmax(logits: Array) -> Array:

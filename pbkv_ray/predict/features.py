@@ -50,11 +50,10 @@ class PathFeatures:
         self._known = len(agents)
         self._recent = [self._known + 1] * _RECENT  # newest first
         self._visits = [(self._known + 1, 0)] * _VISITS
-        self._calls = np.zeros(self._known + 1, np.float32)
-        self._visited = np.zeros(self._known + 1, np.float32)
-        self._last = np.full(self._known + 1, -1.0, np.float32)
+        self._seen = np.zeros((3, self._known + 1), np.float32)  # per agent: calls, visits, number of the last call
         self._length = [0.0] * LENGTHS
         self._total = 0
+        self._visited = 0
 
     @property
     def calls(self) -> int:
@@ -68,10 +67,11 @@ class PathFeatures:
             self._visits[0] = (column, self._visits[0][1] + 1)
         else:
             self._visits = [(column, 1), *self._visits[:-1]]
-            self._visited[column] += 1
+            self._seen[1, column] += 1
+            self._visited += 1
         self._recent = [column, *self._recent[:-1]]
-        self._calls[column] += 1
-        self._last[column] = self._total
+        self._seen[0, column] += 1
+        self._seen[2, column] = self._total
         self._length = [0.0] * LENGTHS
         self.correct(prompt_tokens, output_tokens)
 
@@ -86,12 +86,12 @@ class PathFeatures:
         twin = PathFeatures.__new__(PathFeatures)
         twin.__dict__.update(self.__dict__)
         twin._recent, twin._visits, twin._length = [*self._recent], [*self._visits], [*self._length]
-        twin._calls, twin._visited, twin._last = self._calls.copy(), self._visited.copy(), self._last.copy()
+        twin._seen = self._seen.copy()
         return twin
 
     def earlier(self) -> Floats:
         """[agents + 1] how often each agent, the unknown one last, was called before the current call."""
-        before = self._calls.copy()
+        before = self._seen[0].copy()
         if self._total:
             before[self._recent[0]] -= 1
         return before
@@ -103,38 +103,53 @@ class PathFeatures:
 
     def vector(self) -> Floats:
         """[width(agents)]"""
+        return np.asarray(vectors([self])[0])
+
+    def _ones(self, start: int) -> list[int]:
+        """Which slots hold a one, in a vector that begins at `start`."""
         known = self._known + 2
-        out = np.zeros(width(self._known), np.float32)
-        for i, column in enumerate(self._recent):
-            out[i * known + column] = 1.0
-        at = _RECENT * known
-        for column, calls in self._visits:
-            out[at + column] = 1.0
-            out[at + known] = math.log1p(calls)
-            out[at + known + 1] = calls / 10.0
-            at += known + 2
-        ever = self._last >= 0
-        since = np.log1p(self._total - self._last)
-        for block in (np.log1p(self._calls), np.log1p(self._visited), np.where(ever, since, 0.0), ever):
-            out[at : at + self._known + 1] = block
-            at += self._known + 1
+        slots = [start + i * known + column for i, column in enumerate(self._recent)]
+        start += _RECENT * known
+        slots += [start + i * (known + 2) + visit[0] for i, visit in enumerate(self._visits)]
+        start += _VISITS * (known + 2) + 4 * (self._known + 1)
         current = self._recent[0]
-        visited = int(self._visited[current]) if current <= self._known else 0
-        for number in (self._visits[0][1], visited, self._total):
-            out[at + min(number, _ONE_HOT)] = 1.0
-            at += _ONE_HOT + 1
-        out[at : at + 3] = (math.log1p(self._total), self._total / 50.0, float(self._visited.sum()) / 20.0)
-        out[at + 3 :] = self._length
-        return out
+        visited = int(self._seen[1, current]) if current <= self._known else 0
+        for i, number in enumerate((self._visits[0][1], visited, self._total)):
+            slots.append(start + i * (_ONE_HOT + 1) + min(number, _ONE_HOT))
+        return slots
+
+    def _sizes(self) -> list[float]:
+        """The numbers that are no ones and not per agent."""
+        sizes = []
+        for _, calls in self._visits:
+            sizes += [math.log1p(calls), calls / 10.0]
+        return [*sizes, math.log1p(self._total), self._total / 50.0, self._visited / 20.0, *self._length]
+
+
+def vectors(paths: Sequence[PathFeatures]) -> Floats:
+    """[paths, width] of runs with one vocabulary, made together: a batch costs little more than a few."""
+    agents = paths[0]._known
+    size = width(agents)
+    out = np.zeros((len(paths), size), np.float32)
+    seen = np.stack([path._seen for path in paths])
+    totals = np.array([path._total for path in paths], np.float32)
+    ever = seen[:, 2] > 0
+    seen[:, 2] = np.where(ever, totals[:, None] - seen[:, 2], 0.0)
+    at = _RECENT * (agents + 2) + _VISITS * (agents + 4)
+    out[:, at : at + 3 * (agents + 1)] = np.log1p(seen).reshape(len(paths), -1)
+    out[:, at + 3 * (agents + 1) : at + 4 * (agents + 1)] = ever
+    visits = [_RECENT * (agents + 2) + i * (agents + 4) + agents + 2 + j for i in range(_VISITS) for j in range(2)]
+    out[:, [*visits, *range(size - LENGTHS - 3, size)]] = [path._sizes() for path in paths]
+    out.reshape(-1)[[slot for i, path in enumerate(paths) for slot in path._ones(i * size)]] = 1.0
+    return out
 
 
 def path_features(
     agents: Sequence[str], path: Sequence[str], prompt_tokens: Sequence[int], output_tokens: Sequence[int]
 ) -> Floats:
     """[calls, width(len(agents))] of a finished run; row t is what was known when call t had ended."""
-    follow = PathFeatures(agents)
-    rows = np.empty((len(path), width(len(agents))), np.float32)
-    for i, (agent, prompt, output) in enumerate(zip(path, prompt_tokens, output_tokens, strict=True)):
+    follow, positions = PathFeatures(agents), []
+    for agent, prompt, output in zip(path, prompt_tokens, output_tokens, strict=True):
         follow.push(agent, int(prompt), int(output))
-        rows[i] = follow.vector()
-    return rows
+        positions.append(follow.copy())
+    return vectors(positions)

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.errors import InputError
-from pbkv_ray.predict.calibration import scale
-from pbkv_ray.predict.features import Floats, PathFeatures
+from pbkv_ray.predict.features import Floats, PathFeatures, vectors
 
 FORMAT = 1  # of the model folder
 
@@ -107,7 +106,7 @@ class ServedNet:
             weight /= np.maximum(weight.sum(1, keepdims=True), 1e-9)
             parts += [current, weight @ states]
         if "features.0.weight" in t:
-            parts.append(_dense(np.stack([path.vector() for path in paths]), t, "features.0"))
+            parts.append(_dense(vectors(paths), t, "features.0"))
         for signal in self.signals:
             size = t[f"text.{signal}.0.weight"].shape[0]
             zero = np.zeros(size, np.float32)
@@ -122,8 +121,9 @@ class ServedNet:
             logits[..., :-1] = tied @ asked.T / states.shape[1] ** 0.5
         logits[..., :known] += free[..., :known]
         logits[..., -1] = free[..., known]
-        probability = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
-        return scale(probability / probability.sum(-1, keepdims=True), self.temperature)
+        logits = (logits - logits.max(-1, keepdims=True)) / self.temperature[:, None].astype(np.float32)
+        probability = np.exp(logits).astype(np.float64)
+        return np.asarray(probability / probability.sum(-1, keepdims=True))
 
 
 def _dense(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:

@@ -1,7 +1,7 @@
 """Temperatures and mixtures find what the held-out answers say."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.predict.calibration import expand, fit_mixture, fit_temperature, mix, scale
@@ -19,6 +19,7 @@ def test_an_overconfident_model_is_cooled_and_the_rest_left_alone() -> None:
     np.testing.assert_allclose(scale(said, temperature)[0, 0], truth, atol=0.03)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.25, 4.0))
 def test_scaling_keeps_the_order_and_the_sum(seed: int, temperature: float) -> None:
     p = np.random.default_rng(seed).dirichlet(np.ones(4), (3, 2))

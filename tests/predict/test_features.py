@@ -1,7 +1,7 @@
 """Path features: followed step by step, the same in training and in service."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.predict.features import LENGTHS, PathFeatures, hidden, path_features, width
@@ -16,6 +16,7 @@ def follow(path: str) -> PathFeatures:
     return made
 
 
+@settings(deadline=None)
 @given(st.text("abcx", max_size=30))
 def test_vectors_have_their_width_and_say_how_often_each_agent_was_called(path: str) -> None:
     made = follow(path)
@@ -26,6 +27,7 @@ def test_vectors_have_their_width_and_say_how_often_each_agent_was_called(path: 
     assert made.calls == len(path)
 
 
+@settings(deadline=None)
 @given(st.text("abcx", min_size=1, max_size=20), st.text("abcx", min_size=1, max_size=5))
 def test_a_copy_goes_its_own_way(path: str, more: str) -> None:
     made = follow(path)

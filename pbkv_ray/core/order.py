@@ -10,57 +10,71 @@ found by one pass over an array (`Worth.lowest`), and only when nothing is retir
 """
 
 import heapq
-from collections.abc import Callable, Hashable
-from enum import IntEnum
+from collections.abc import Callable, Hashable, Iterable
 from math import inf
 from typing import Generic, TypeVar
 
+from pbkv_ray.core.nodes import OFFERED, TIERS, Node, Tier
 from pbkv_ray.core.owners import Owners
 from pbkv_ray.core.ownership import ACTIVE, RETIRED, OwnerSet, Rank
 
 N = TypeVar("N", bound=Hashable)
 
 _WORTHLESS: Rank = (ACTIVE, 0.0)
-OFFERED = -1  # ticket of a node that a walk has handed out: evictable, and not in the order
-
-
-class Tier(IntEnum):
-    DEVICE = 0
-    HOST = 1
-
-
-TIERS = (Tier.DEVICE, Tier.HOST)
-
-
-class Node(Generic[N]):
-    """What the index knows of one KV-cache node."""
-
-    __slots__ = (
-        "children", "depth", "gone", "id", "owned", "parent", "recency", "resident", "ticket", "tokens", "walk",
-    )  # fmt: skip
-
-    def __init__(self, id: N, tokens: int, parent: "Node[N] | None", owned: OwnerSet, recency: float) -> None:
-        self.id = id
-        self.tokens = tokens
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + parent.tokens  # tokens before it
-        self.owned = owned
-        self.recency = recency
-        self.children = 0
-        self.gone = False
-        self.walk = 0
-        self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
-        self.resident = [False, False]
 
 
 class Order(Generic[N]):
-    """Both tiers' orders. `recency` is a node's current one."""
+    """Both tiers' orders, and the nodes' membership in owner sets. `recency` is a node's current one."""
 
     def __init__(self, owners: Owners, recency: Callable[[Node[N]], float]) -> None:
         self._owners = owners
         self._recency = recency
         self._tickets = 0
         self._heaps: tuple[list[tuple[Rank, float, int, OwnerSet]], ...] = ([], [])
+
+    # Which set a node belongs to
+
+    def join(self, node: Node[N], owned: OwnerSet) -> None:
+        """The node, of no set now, belongs to `owned`."""
+        node.owned = owned
+        self._owners.join(owned)
+        for tier in TIERS:
+            if node.resident[tier]:
+                self._owners.count_tokens(owned, tier, node.tokens)
+            if node.ticket[tier] > 0:
+                self.enter(node, tier)
+        self._note_host_only(node)
+
+    def part(self, node: Node[N]) -> None:
+        """The node leaves its set: `join` another, or be removed."""
+        owned = node.owned
+        for tier in TIERS:
+            if node.ticket[tier] > 0:
+                owned.live[tier] -= 1
+            if node.resident[tier]:
+                self._owners.count_tokens(owned, tier, -node.tokens)
+        owned.host_only.pop(node, None)
+        self._owners.leave(owned)
+
+    def move(self, node: Node[N], owned: OwnerSet) -> None:
+        if owned is not node.owned:
+            self.part(node)
+            self.join(node, owned)
+
+    def hold(self, node: Node[N], tier: Tier, resident: bool) -> None:
+        """The tier holds the node's KV, or does not any more."""
+        if node.resident[tier] != resident:
+            node.resident[tier] = resident
+            self._owners.count_tokens(node.owned, tier, node.tokens if resident else -node.tokens)
+            self._note_host_only(node)
+
+    def _note_host_only(self, node: Node[N]) -> None:
+        if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]:
+            node.owned.host_only[node] = None
+        else:
+            node.owned.host_only.pop(node, None)
+
+    # Which node goes next
 
     def enter(self, node: Node[N], tier: Tier) -> None:
         """The node is an evictable leaf of the tier, or has a new owner set."""
@@ -162,14 +176,27 @@ class Order(Generic[N]):
                 return heap[0]
         return None
 
-    def check_invariants(self, owned: OwnerSet, nodes: list[Node[N]]) -> None:
-        """Raises AssertionError with what is wrong; `nodes` are all nodes of the set. After `refresh`."""
+    def check_invariants(self, nodes: Iterable[Node[N]]) -> None:
+        """Raises AssertionError with what is wrong; `nodes` are all there are."""
+        self.refresh()
+        members: dict[OwnerSet, list[Node[N]]] = {}
+        for node in nodes:
+            members.setdefault(node.owned, []).append(node)
+        for owned, those in members.items():
+            assert owned.nodes == len(those), f"{owned.nodes} nodes counted, {len(those)} found in {owned.key}"
+            host_only = {node for node in those if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]}
+            assert set(owned.host_only) == host_only, f"host-only nodes of {owned.key}"
+            for tier in TIERS:
+                tokens = sum(node.tokens for node in those if node.resident[tier])
+                assert owned.tokens[tier] == tokens, f"tokens of {owned.key}"
+                live = [node for node in those if node.ticket[tier] > 0]
+                assert owned.live[tier] == len(live), f"evictable nodes of {owned.key}"
+                queued = {entry[2] for entry in owned.heaps[tier] if entry[2].ticket[tier] == entry[1]}
+                assert queued >= set(live), f"evictable nodes missing from {owned.key}"
+                if live and self._owners.rank(owned) <= _WORTHLESS:
+                    assert owned.posted[tier], f"{owned.key} is not in the order"
+                if live and owned.slot:
+                    assert self._owners.worth.first[tier][owned.slot] <= min(map(self._recency, live))
         for tier in TIERS:
-            live = [node for node in nodes if node.ticket[tier] > 0]
-            assert owned.live[tier] == len(live), f"evictable nodes of {owned.key}"
-            queued = {entry[2] for entry in owned.heaps[tier] if entry[2].ticket[tier] == entry[1]}
-            assert queued >= set(live), f"evictable nodes missing from {owned.key}"
-            if live and self._owners.rank(owned) <= _WORTHLESS:
-                assert owned.posted[tier], f"{owned.key} is not in the order"
-            if live and owned.slot:
-                assert self._owners.worth.first[tier][owned.slot] <= min(map(self._recency, live))
+            retired = sum(owned.tokens[tier] for owned in members if owned.band == RETIRED)
+            assert self._owners.retired_tokens[tier] == retired, f"retired tokens of {tier.name}"

@@ -103,6 +103,8 @@ class Owners:
 
     def run(self, run_id: str, workflow: str = "") -> Run | None:
         """The active run, registered if it is new; None for a run that has ended (a late event)."""
+        if workflow == EVERY_WORKFLOW:
+            workflow = ""
         known = self.runs.get(run_id)
         if known is not None:
             self.runs.move_to_end(run_id)

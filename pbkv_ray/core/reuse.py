@@ -20,7 +20,8 @@ from typing import Generic, Literal, TypeVar
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse, depth_class
-from pbkv_ray.core.order import OFFERED, TIERS, Node, Order, Tier
+from pbkv_ray.core.nodes import OFFERED, Node, Tier
+from pbkv_ray.core.order import Order
 from pbkv_ray.core.owners import Owners, OwnersOptions
 from pbkv_ray.core.ownership import RETIRED, OwnerSet
 from pbkv_ray.core.scores import Score
@@ -95,7 +96,7 @@ class ReuseIndex(Generic[N]):
         if above is not None:
             above.children += 1
         self._nodes[node] = new
-        self._enter(new, self._at_depth(self.owners.nobody, new.depth))
+        self._order.join(new, self._at_depth(self.owners.nobody, new.depth))
 
     def split(self, node: N, new_parent: N, tokens: int) -> None:
         """`new_parent` takes the first `tokens` tokens of `node`, its owners, its tiers and its place in the tree.
@@ -110,12 +111,12 @@ class ReuseIndex(Generic[N]):
         upper.resident = list(child.resident)
         upper.children = 1
         self._nodes[new_parent] = upper
-        self._enter(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
-        self._leave(child)
+        self._order.join(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
+        self._order.part(child)
         child.parent = upper
         child.depth += tokens
         child.tokens -= tokens
-        self._enter(child, self._at_depth(child.owned, child.depth))
+        self._order.join(child, self._at_depth(child.owned, child.depth))
 
     def remove(self, node: N) -> None:
         """The node is in no tier and not in the tree any more. Children go first (InputError)."""
@@ -126,7 +127,7 @@ class ReuseIndex(Generic[N]):
         if gone.children:
             raise InputError(f"node {node!r} still has {gone.children} children; remove them first")
         del self._nodes[node]
-        self._leave(gone)
+        self._order.part(gone)
         gone.ticket = [0, 0]
         gone.gone = True
         if gone.parent is not None:
@@ -135,7 +136,7 @@ class ReuseIndex(Generic[N]):
     def clear(self) -> None:
         """The cache was emptied. Runs, forecasts and what was learned stay."""
         for node in self._nodes.values():
-            self._leave(node)
+            self._order.part(node)
             node.ticket, node.gone, node.parent = [0, 0], True, None
         self._nodes.clear()
 
@@ -145,10 +146,7 @@ class ReuseIndex(Generic[N]):
         if known is None:
             self.count.unknown_nodes += 1
             return
-        if known.resident[tier] != resident:
-            known.resident[tier] = resident
-            self.owners.count_tokens(known.owned, tier, known.tokens if resident else -known.tokens)
-            self._note_host_only(known)
+        self._order.hold(known, tier, resident)
         if evictable and known.ticket[tier] == 0:
             self._order.enter(known, tier)
         elif not evictable and known.ticket[tier] != 0:
@@ -218,19 +216,19 @@ class ReuseIndex(Generic[N]):
             target = moves.get((at.owned, public))
             if target is None:
                 target = moves[at.owned, public] = self.owners.add_owner(at.owned, active, bit, public)
-            self._move(at, target)
+            self._order.move(at, target)
             at = at.parent
         left: Node[N] | None = active.tips.get(bit)
         while left is not None and (left.gone or left.walk != self._walks):
             if not left.gone:
-                self._move(left, self.owners.leave_behind(left.owned, active, bit))
+                self._order.move(left, self.owners.leave_behind(left.owned, active, bit))
             left = left.parent
         active.tips[bit] = deepest
 
     def _mark(self, deepest: Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
         at: Node[N] | None = deepest
         while at is not None:
-            self._move(at, change(at.owned))
+            self._order.move(at, change(at.owned))
             at = at.parent
 
     # Runs
@@ -361,60 +359,16 @@ class ReuseIndex(Generic[N]):
     def _at_depth(self, owned: OwnerSet, tokens: int) -> OwnerSet:
         return self.owners.at_depth(owned, depth_class(tokens)) if self.owners.score.learns else owned
 
-    def _move(self, node: Node[N], owned: OwnerSet) -> None:
-        if owned is not node.owned:
-            self._leave(node)
-            self._enter(node, owned)
-
-    def _leave(self, node: Node[N]) -> None:
-        owned = node.owned
-        for tier in TIERS:
-            if node.ticket[tier] > 0:
-                owned.live[tier] -= 1
-            if node.resident[tier]:
-                self.owners.count_tokens(owned, tier, -node.tokens)
-        owned.host_only.pop(node, None)
-        self.owners.leave(owned)
-
-    def _enter(self, node: Node[N], owned: OwnerSet) -> None:
-        node.owned = owned
-        self.owners.join(owned)
-        for tier in TIERS:
-            if node.resident[tier]:
-                self.owners.count_tokens(owned, tier, node.tokens)
-            if node.ticket[tier] > 0:
-                self._order.enter(node, tier)
-        self._note_host_only(node)
-
-    def _note_host_only(self, node: Node[N]) -> None:
-        if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]:
-            node.owned.host_only[node] = None
-        else:
-            node.owned.host_only.pop(node, None)
-
     def check_invariants(self) -> None:
         """Raises AssertionError with what is wrong; O(nodes)."""
-        self._order.refresh()
         self.owners.check_invariants()
-        members: dict[OwnerSet, list[Node[N]]] = {}
+        self._order.check_invariants(self._nodes.values())
         children: dict[Node[N], int] = {}
         for node in self._nodes.values():
             assert not node.gone
-            members.setdefault(node.owned, []).append(node)
             if node.parent is not None:
                 assert self._nodes.get(node.parent.id) is node.parent, f"parent of {node.id!r} is not in the tree"
                 assert node.depth == node.parent.depth + node.parent.tokens, f"depth of {node.id!r}"
                 children[node.parent] = children.get(node.parent, 0) + 1
         for node in self._nodes.values():
             assert node.children == children.get(node, 0), f"children of {node.id!r}"
-        for owned, nodes in members.items():
-            assert owned.nodes == len(nodes), f"{owned.nodes} nodes counted, {len(nodes)} found in {owned.key}"
-            for tier in TIERS:
-                tokens = sum(node.tokens for node in nodes if node.resident[tier])
-                assert owned.tokens[tier] == tokens, f"tokens of {owned.key}"
-            host_only = {node for node in nodes if node.resident[Tier.HOST] and not node.resident[Tier.DEVICE]}
-            assert set(owned.host_only) == host_only, f"host-only nodes of {owned.key}"
-            self._order.check_invariants(owned, nodes)
-        for tier in TIERS:
-            retired = sum(owned.tokens[tier] for owned in members if owned.band == RETIRED)
-            assert self.owners.retired_tokens[tier] == retired, f"retired tokens of {tier.name}"

@@ -79,10 +79,17 @@ class Worth:
         self._made_s[run.slot] = -np.inf
         self._runs.give(run.slot)
         del self._everything[EVERY_WORKFLOW][run]
-        flow = self._everything.get(run.workflow, {})
-        flow.pop(run, None)
-        if not flow and run.workflow != EVERY_WORKFLOW:
-            self._everything.pop(run.workflow, None)
+        flow = self._everything[run.workflow]
+        del flow[run]
+        if not flow:
+            del self._everything[run.workflow]
+        self._stale = True
+
+    def name(self, run: Run, workflow: str) -> None:
+        """The workflow of a run that was not known so far."""
+        use = self._everything[run.workflow].pop(run)
+        run.workflow = workflow
+        self._everything.setdefault(workflow, {})[run] = use
         self._stale = True
 
     def active(self, workflow: str) -> bool:
@@ -282,6 +289,8 @@ class Worth:
             start, end = owned.span
             assert (self._pair_set[start:end] == owned.slot).all()
             assert self._pair_use[start:end].tolist() == [use.slot for use in owned.uses]
+        named = sorted(run.serial for flow, of in self._everything.items() if flow != EVERY_WORKFLOW for run in of)
+        assert named == sorted(run.serial for run in runs)
         assert list(self._everything[EVERY_WORKFLOW]) == sorted(runs, key=lambda run: run.serial)
 
 

@@ -242,6 +242,25 @@ def test_beyond_the_cap_a_node_is_popular_and_keeps_an_upper_estimate() -> None:
     assert tree.order() == ["popular", "two owners"]  # 1.0 both: recency decides
 
 
+def test_a_popular_node_is_worth_what_its_workflows_runs_are() -> None:
+    tree = Tree(options=OwnersOptions(max_owners=1))
+    tree.leaf("popular")
+    tree.expect("w1", surely("plan"))  # a hint came before the run's first call: its workflow is not known yet
+    for run in ("w1", "w2"):
+        tree.index.use("popular", run, "plan", workflow="swe")
+        tree.expect(run, surely("plan"))
+    tree.index.use("popular", "w3", "plan", workflow="swe")
+    tree.index.call("other", "plan", workflow="hover")
+    tree.expect("other", surely("plan"))
+    assert tree.index.explain("popular").key[:2] == (1, pytest.approx(2.0))  # type: ignore[union-attr]
+    tree.index.use("popular", "other", "plan", workflow="hover")
+    assert tree.index.explain("popular").key[:2] == (1, pytest.approx(3.0))  # type: ignore[union-attr]
+    for run in ("w1", "w2", "w3", "other"):
+        tree.index.end(run)
+    assert tree.index.reason("popular") == "retired"
+    tree.index.check_invariants()
+
+
 def test_the_longest_silent_run_is_given_up_when_the_table_is_full() -> None:
     tree = Tree(options=OwnersOptions(max_runs=2))
     for run in ("w1", "w2", "w1", "w3"):

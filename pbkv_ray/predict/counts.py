@@ -4,8 +4,8 @@ A *context* is something a run has in common with others: its last agents (the b
 last visits (consecutive calls of one agent) with their lengths, how often it has visited the current agent. Each
 context has one row per step k: which agent made call k after it, or that the run ended there. Within a family of
 contexts longer ones back off to shorter ones and those to the LangGraph graph's own edges; the families are mixed
-log-linearly with weights learned online. Counting every step directly needs no Markov assumption and costs one
-gather per forecast; propagating one-step counts was worse on the traces (tests/replay/LOG.md).
+log-linearly with weights learned online. Every step is counted directly: a forecast is one gather. Propagating the
+one-step counts is a little better far ahead where runs are few, at many times the cost (tests/replay/LOG.md).
 """
 
 from collections import OrderedDict

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pbkv_ray.core.admission import Admission, AdmissionOptions
-from pbkv_ray.core.scores import Score
+from pbkv_ray.core.scores import PaperScore, Score
 from pbkv_ray.errors import ConfigError
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
 from pbkv_ray.replay.cost import Cost
@@ -16,7 +16,7 @@ from pbkv_ray.replay.driver import Driver, StockDriver
 from pbkv_ray.replay.hits import Hits, replay_belady, replay_order
 from pbkv_ray.replay.keys import Keys, Outputs
 from pbkv_ray.replay.order import OrderedCall, fixed_order
-from pbkv_ray.replay.owned import OwnedDriver
+from pbkv_ray.replay.owned import Memo, OwnedDriver
 from pbkv_ray.replay.policies import BOUND, STOCK, Choice
 from pbkv_ray.replay.simulate import Outcome, Scheduler, Simulation
 from pbkv_ray.replay.tree import TreeOptions
@@ -49,9 +49,12 @@ class Setup:
     waits: ToolWaits = field(default_factory=ToolWaits)
     seed: int = 0
     noise: float = 0.0
-    score: Callable[[], Score] | None = None  # experiments: instead of the policy's own
-    switches: Json = field(default_factory=dict)
+    steps: int = 3  # the paper's K and gamma: scores of `he` and `pbkv`
+    gamma: float = 0.7
+    rho: float = 0.0  # share of the pool that a prefetch may take from active nodes (paper, appendix E)
+    score: Callable[[], Score] | None = None  # experiments: instead of every policy's own
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    memo: Memo = field(default_factory=Memo)
 
     def capacity(self, fraction: float) -> int:
         """Device units of a pool that is `fraction` of the live footprint."""
@@ -70,7 +73,7 @@ class Setup:
 def make_driver(policy: str, capacity: int, setup: Setup, times: dict[str, list[float]] | None = None) -> Driver:
     """A fresh cache of `capacity` units under `policy`, trained as the setup says.
 
-    times: run -> call times at a fixed order; the oracle then knows those too.
+    times: run -> call times at a fixed order; the oracle then knows those too, and forecasts are shared.
     """
     longest = max(
         run.calls[i].prompt_tokens + run.calls[i].output_tokens
@@ -93,12 +96,19 @@ def make_driver(policy: str, capacity: int, setup: Setup, times: dict[str, list[
         future=times,
         agents={run.run_id: run.agents for run in setup.workload.runs} if policy == "oracle" else None,
         noise=setup.noise,
-        score=setup.score() if setup.score else None,
-        switches=setup.switches,
+        memo=setup.memo if times is not None else None,
+        score=_score(policy, setup),
+        switches={"aggressive_share": setup.rho},
     )
     if setup.train is not None:
         driver.learn(setup.train, setup.order(setup.train), setup.keys(setup.train))
     return driver
+
+
+def _score(policy: str, setup: Setup) -> Score | None:
+    if setup.score is not None:
+        return setup.score()
+    return PaperScore(setup.steps, setup.gamma) if policy in ("he", "pbkv") else None
 
 
 def fixed(policy: str, fraction: float, setup: Setup) -> Hits:
@@ -107,6 +117,10 @@ def fixed(policy: str, fraction: float, setup: Setup) -> Hits:
     order, keys = setup.order(workload), setup.keys(workload)
     if policy == BOUND:
         return replay_belady(workload, order, keys, capacity)
+    belongs = (id(workload), id(setup.train), setup.concurrency, setup.seed, setup.unit_tokens, setup.known_only)
+    if setup.memo.order != belongs:
+        setup.memo.order, setup.memo.learned = belongs, None
+        setup.memo.forecasts.clear()
     times: dict[str, list[float]] = {}
     for item in order:
         times.setdefault(workload.runs[item.run].run_id, []).append(item.at_s)
@@ -254,5 +268,8 @@ def replay(
             "mode": mode,
             "seed": setup.seed,
             "noise": setup.noise,
+            "K": setup.steps,
+            "gamma": setup.gamma,
+            "rho": setup.rho,
         },
     }

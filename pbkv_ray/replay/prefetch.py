@@ -47,16 +47,15 @@ class SimulatedPrefetch:
             return
         tree, cache = self._tree, self._tree.cache
         self._plan.decoded(seconds)
+        self._plan.transferred(self._unit, cost.load(self._unit))  # the engine knows it from requests' own loads
         loads = self._plan.plan(tree.free_units() * self._unit, tree.options.device_units * self._unit)
         started = [load for load in loads if self._queue(load)]
         if not started:
             return
         cache.ready_to_load_host_cache()
         cache.loading_check()
-        tokens = sum(load.tokens for load in started)
-        self._plan.transferred(tokens, cost.load(tokens))
         self._loading = started
-        self.ends_s = now_s + cost.load(tokens)
+        self.ends_s = now_s + cost.load(sum(load.tokens for load in started))
 
     def _queue(self, load: Load[Any]) -> bool:
         tree, units = self._tree, load.tokens // self._unit

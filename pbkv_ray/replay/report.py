@@ -64,6 +64,8 @@ def markdown(header: Row, body: Iterable[Row]) -> str:
 
 def write_report(sources: Sequence[Path], out: Path) -> list[Path]:
     """Returns the files written. Raises InputError for a source that is no replay result."""
+    if not sources:
+        raise InputError("there is nothing to report; name files of `pbkv replay --json`, or a --trace")
     results = [_load(path) for path in sources]
     out.mkdir(parents=True, exist_ok=True)
     text = ["# Replays\n"]

@@ -178,7 +178,7 @@ class Tree:
     def checkpoint(self, request: TreeRequest) -> None:
         """Publish what is computed so far (a chunk of prefill)."""
         self.cache.checkpoint(request, up_to=min(request.allocated, len(request.full_untruncated_fill_ids)))
-        self.cache.check_hicache_events()
+        self._poll_host()
 
     def append(self, request: TreeRequest, units: Sequence[int]) -> None:
         """Output that got a slot (see `allocate`) becomes part of what is published at the end."""
@@ -194,7 +194,11 @@ class Tree:
         self.cache.unlock(request.lock)
         request.lock = None
         self._rows.free(request)
-        self.cache.check_hicache_events()
+        self._poll_host()
+
+    def _poll_host(self) -> None:
+        if self.options.host_units:
+            self.cache.check_hicache_events()
 
     def free_units(self) -> int:
         return int(self._slots.available_size())

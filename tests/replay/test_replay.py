@@ -76,8 +76,9 @@ def test_nobody_beats_belady_and_the_future_helps(setup: Setup) -> None:
         policy: fixed(policy, 0.25, setup).device_hit for policy in ("lru", "lae", "he", "pbkv+", "oracle", "belady")
     }
     assert max(hits.values()) == hits["belady"]
-    assert hits["lru"] < hits["lae"] < hits["he"] < hits["oracle"]
-    assert hits["lru"] < hits["pbkv+"]
+    # Retired-first alone may lose to LRU: what ended runs alone own may be the prompt of an agent yet to come.
+    assert hits["lru"] < hits["he"] < hits["oracle"]
+    assert hits["lru"] < hits["pbkv+"] < hits["oracle"]
 
 
 def test_a_unit_of_a_block_hits_as_single_tokens_do(setup: Setup) -> None:
@@ -101,7 +102,7 @@ def test_one_run_takes_exactly_what_its_parts_take() -> None:
 
 
 def test_the_same_seed_gives_the_same_seconds(setup: Setup) -> None:
-    small = replace(setup, workload=setup.workload.cut(15))
+    small = replace(setup, workload=setup.workload.cut(15), arrivals=Arrivals("poisson", 0.2))
     one, two = (outcome_json(loop("pbkv+", 0.3, small, None)) for _ in range(2))
     assert one == two
     other = outcome_json(loop("pbkv+", 0.3, replace(small, seed=5), None))

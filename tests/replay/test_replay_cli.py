@@ -58,6 +58,21 @@ def test_from_a_generated_trace_to_a_report(tmp_path: Path) -> None:
     assert json.loads((folder / "report.json").read_text())["swe"] == found
 
 
+def test_a_study_makes_its_replays_once(tmp_path: Path) -> None:
+    trace, folder = tmp_path / "swe.jsonl.gz", tmp_path / "report"
+    pbkv("replay", "generate", "swe", trace, "--runs", 24, "--growth", 64)
+    first = pbkv("report", "--trace", trace, "--parts", "gamma", "--out", folder)
+    made = sorted(path.name for path in folder.iterdir())
+    gammas = [f"swe_gamma_{gamma}.json" for gamma in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    assert made == ["report.json", "report.md", *gammas, "swe_hit_by_gamma.png", "swe_hit_by_gamma.svg"]
+    stamps = [(folder / name).stat().st_mtime_ns for name in gammas]
+    pbkv("report", "--trace", trace, "--parts", "gamma", "--out", folder)
+    assert stamps == [(folder / name).stat().st_mtime_ns for name in gammas]
+    with pytest.raises(ConfigError, match="parts are pools"):
+        pbkv("report", "--trace", trace, "--parts", "everything", "--out", folder)
+    assert first
+
+
 def test_a_trace_is_converted_and_described(tmp_path: Path) -> None:
     trace, copy = tmp_path / "hover.jsonl", tmp_path / "copy.jsonl.gz"
     pbkv("replay", "generate", "hover", trace, "--runs", 30)

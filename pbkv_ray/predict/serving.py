@@ -5,8 +5,9 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,9 +26,9 @@ _LEAST = 1e-6
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
     judged_steps: int = 3  # how far the gate looks; what the paper's score reads
-    memory: float = 300.0  # calls after which the gate has forgotten half
-    least: int = 50  # judged calls before a net may join
-    margin: float = 0.005  # nats per call by which a net must be better to join, or worse to leave
+    memory: float = 300.0  # judged answers (up to `judged_steps` a call) after which half is forgotten
+    least: int = 50  # judged answers before a net may join
+    margin: float = 0.005  # nats per answer by which a net must be better to join, or worse to leave
     slow_s: float = 0.02  # mean time of a batch in the net beyond which it leaves
     max_remembered: int = 8_192  # per workflow: forecasts kept until they can be judged, and paths
 
@@ -48,7 +49,7 @@ class CallFacts:
 
 @dataclass(slots=True)
 class Gate:
-    """Compares recent log-likelihoods (nats per call, means that forget) of counts and of counts with the net."""
+    """Compares recent log-likelihoods (nats per judged answer, means that forget) of counts and of counts with the net."""
 
     options: ServingOptions
     judged: float = 0.0
@@ -129,7 +130,7 @@ class Served:
                 return plain
             started = perf_counter()
             try:
-                desk.place(plain[0].agents, self.counts.transitions, workflow)
+                desk.place(plain[0].agents, partial(self.counts.transitions, workflow))
                 mixed = desk.mixed(histories, [f for f in plain if f is not None], calls)
             except Exception:
                 # Whatever is wrong with a net, its workflow has counts.
@@ -165,11 +166,11 @@ class _Desk:
         self._mean_s = 0.0
         self._batches = 0
 
-    def place(self, agents: tuple[str, ...], transitions: object, workflow: str) -> None:
+    def place(self, agents: tuple[str, ...], transitions: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Give agents that the net has never seen their place in the graph, and renew it now and then."""
         added = tuple(agent for agent in agents if agent not in self._net.agents)
-        if added and (added != self._added or self._batches % 256 == 0) and callable(transitions):
-            self._states = self._net.states(added, transitions(workflow))
+        if added and (added != self._added or self._batches % 256 == 0):
+            self._states = self._net.states(added, transitions())
         self._agents, self._added = agents, added
 
     def mixed(

@@ -80,8 +80,8 @@ def replay_command(
     from pbkv_ray.replay.cost import load_cost
     from pbkv_ray.replay.experiment import Mode, Setup, replay
     from pbkv_ray.replay.keys import Outputs
+    from pbkv_ray.replay.outcome import Scheduler
     from pbkv_ray.replay.policies import parse_policies
-    from pbkv_ray.replay.simulate import Scheduler
 
     choices = parse_policies(policies)
     if mode not in get_args(Mode) or outputs not in get_args(Outputs) or order not in ("fcfs", "cached"):

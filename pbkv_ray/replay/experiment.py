@@ -16,9 +16,10 @@ from pbkv_ray.replay.driver import Driver, StockDriver
 from pbkv_ray.replay.hits import Hits, replay_belady, replay_order
 from pbkv_ray.replay.keys import Keys, Outputs
 from pbkv_ray.replay.order import OrderedCall, fixed_order
+from pbkv_ray.replay.outcome import Outcome, Scheduler
 from pbkv_ray.replay.owned import Memo, OwnedDriver
 from pbkv_ray.replay.policies import BOUND, STOCK, Choice
-from pbkv_ray.replay.simulate import Outcome, Scheduler, Simulation
+from pbkv_ray.replay.simulate import Simulation
 from pbkv_ray.replay.tree import TreeOptions
 from pbkv_ray.replay.workload import BLOCK_TOKENS, Workload
 

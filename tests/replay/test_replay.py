@@ -11,8 +11,9 @@ from pbkv_ray.replay.driver import StockDriver
 from pbkv_ray.replay.experiment import Setup, best_limit, completions, fixed, loop, make_driver, outcome_json
 from pbkv_ray.replay.generate import Knobs, generate
 from pbkv_ray.replay.keys import as_key
+from pbkv_ray.replay.outcome import Scheduler
 from pbkv_ray.replay.policies import parse_policies
-from pbkv_ray.replay.simulate import Scheduler, Simulation
+from pbkv_ray.replay.simulate import Simulation
 from pbkv_ray.replay.tree import Tree, TreeOptions, TreeRequest
 from pbkv_ray.replay.workload import TraceCall, TraceRun, Workload
 

@@ -30,9 +30,7 @@ def slim(full: list[str]) -> list[str]:
     """The lines of `full` whose package is not left out. Raises SystemExit when a left-out name is gone."""
     names = {re.split(r"[=\[; ]", line, maxsplit=1)[0] for line in full}
     if missing := LEFT_OUT - names:
-        sys.exit(
-            f"left out but not in the resolution any more: {', '.join(sorted(missing))}; edit {__file__}"
-        )
+        sys.exit(f"left out but not in the resolution any more: {', '.join(sorted(missing))}; edit {__file__}")
     return [line for line in full if re.split(r"[=\[; ]", line, maxsplit=1)[0] not in LEFT_OUT]
 
 

@@ -127,7 +127,7 @@ class Order(Generic[N]):
     def refresh(self) -> None:
         """Brings scores up to date."""
         self._repost(self._owners.moved())
-        self._repost(self._owners.worth.rescore(self._owners.now_s))
+        self._repost(self._owners.rescore())
 
     def _repost(self, sets: list[OwnerSet]) -> None:
         for owned in sets:

@@ -278,6 +278,10 @@ class Owners:
         self._moved.clear()
         return moved
 
+    def rescore(self) -> list[OwnerSet]:
+        """Brings scores up to date; returns the sets that became, or ceased to be, worth nothing."""
+        return self.worth.rescore(self.now_s)
+
     def _intern(
         self, owners: tuple[Owner, ...], ended: int, foreign: bool, public: bool, depth: int, popular: str
     ) -> OwnerSet:

@@ -66,5 +66,10 @@ def clip(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[:characters] + "\n[cut]"
 
 
+def ending(text: str, characters: int) -> str:
+    """The last so many characters: where a test run says what failed."""
+    return text if len(text) <= characters else "[cut]\n" + text[-characters:]
+
+
 def _opening(task: str, turns: Sequence[Turn], request: str) -> str:
     return request if turns else f"{task}\n\n{request}"

@@ -146,6 +146,7 @@ class Owners:
         for agent in forecast.agents:
             self.bit(run, agent)
         self.worth.look(run)
+        self.worth.prepare(self.now_s)
 
     def end(self, run_id: str) -> None:
         """Forgets the run; its sets move to the front. No-op for a run that has ended already.

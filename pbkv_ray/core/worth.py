@@ -18,6 +18,7 @@ from pbkv_ray.core.ownership import EVERY_WORKFLOW, EVERYTHING, OwnerSet, Run, U
 from pbkv_ray.core.scores import Clock, Outlook, Score, Uses
 from pbkv_ray.core.waits import ELAPSED_S, WaitingTimes
 
+_PRESSURE_S = 1.0  # a victim was asked for so lately: another will be
 _OTHERS = "\0others"  # stands for the agents beyond `max_agents`
 
 
@@ -180,15 +181,23 @@ class Worth:
             return None
         return self._by_slot[int(np.where(worth == least, first, np.inf).argmin())]
 
+    def prepare(self, now_s: float) -> None:
+        """A forecast came. Under memory pressure its weights are made now, so that the next victim need not wait."""
+        if now_s - self._scored_s <= _PRESSURE_S:
+            self._settle()
+
+    def _settle(self) -> None:
+        for run in self._unweighed:
+            if run.forecast is not None:
+                self._weigh(run, run.forecast)
+        self._unweighed.clear()
+
     def rescore(self, now_s: float) -> list[OwnerSet]:
         """Brings scores up to date; returns the sets that became, or ceased to be, worth nothing."""
         moved = self.score.timed and now_s - self._scored_s >= self._rescore_s and now_s != self._scored_s
         if not (self._stale or moved or now_s >= self._void_s):
             return []
-        for run in self._unweighed:
-            if run.forecast is not None:
-                self._weigh(run, run.forecast)
-        self._unweighed.clear()
+        self._settle()
         shares = self._shares(now_s)
         sets, uses = self._pair_set[: self._pairs], self._pair_use[: self._pairs]
         scores: Array = np.zeros(self._sets.high)
@@ -213,7 +222,7 @@ class Worth:
         live = void_s > now_s
         self._void_s = float(void_s[live].min(initial=np.inf))
         discounts = self.score.discounts(now_s, clock) * live[:, None]
-        return np.asarray((self._weights[:m] * discounts[self._use_run[:m]]).sum(1))
+        return np.asarray(np.einsum("uk,uk->u", self._weights[:m], discounts[self._use_run[:m]]))
 
     def _weigh(self, run: Run, forecast: Forecast) -> None:
         """Weights of the uses that have none yet; of all of them after a new forecast or call."""

@@ -5,7 +5,8 @@ bottleneck, and no order of eviction saves a live set of several pools. The righ
 pool and on what the engine is short of: where tools and decode dominate, thrash is cheap and more runs are better.
 
 So the rule watches one quantity, the share of the engine's time that goes into computing again what it had evicted.
-Below `low` the limit grows by one, above `high` it shrinks by one, each time every run has called once on average.
+Below `low` the limit grows by one, once the runs in flight have made `patience` of their usual calls: a run that was
+let in shows what it costs only when it has grown. Above `high` it shrinks by one each time every run has called once.
 It starts at the number of runs whose mean live set, half of what a run holds when it ends, fits the pool. Only new
 runs are held back, never the calls of running ones.
 """
@@ -17,11 +18,12 @@ from pbkv_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
-    """low, high: shares of time. cold_runs: the limit until the first run has ended. memory: runs whose footprint
-    the mean remembers."""
+    """low, high: shares of time. patience: of a run's usual number of calls. cold_runs: the limit until the first
+    run has ended. memory: ended runs that the means remember."""
 
     low: float = 0.10
     high: float = 0.20
+    patience: float = 0.25
     cold_runs: int = 4
     most: int = 1_024
     memory: float = 32.0
@@ -41,7 +43,8 @@ class Admission:
         self._limit = float(self.options.cold_runs)
         self._footprint = 0.0  # mean over ended runs, tokens
         self._ended = 0.0
-        self._calls = 0
+        self._calls_per_run = 0.0
+        self._quiet = self._calls = 0  # calls since the limit grew, and since it moved at all
         self._again_s = self._span_s = 0.0  # decaying sums
         self._since_s: float | None = None
         self._adapted = False
@@ -65,20 +68,23 @@ class Admission:
         self._span_s = keep * self._span_s + max(0.0, now_s - self._since_s)
         self._since_s = max(now_s, self._since_s)
         self._calls += 1
-        if self._calls < max(4, in_flight):
-            return
-        self._calls = 0
+        self._quiet += 1
         if self.thrash > self.options.high:
-            # Runs above the limit are still there: shrink from where we are, not from where we wished to be.
-            self._limit = max(1.0, min(self._limit, in_flight) - 1.0)
-            self._adapted = True
+            self._quiet = 0
+            if self._calls >= max(4, in_flight):
+                # Runs above the limit are still there: shrink from where we are, not from where we wished to be.
+                self._limit = max(1.0, min(self._limit, in_flight) - 1.0)
+                self._calls, self._adapted = 0, True
         elif self.thrash < self.options.low and in_flight >= self.limit:
-            self._limit = min(float(self.options.most), self._limit + 1.0)
-            self._adapted = True
+            usual = self.options.patience * self._calls_per_run
+            if self._quiet >= in_flight * max(1.0, usual) and self._quiet >= 4:
+                self._limit = min(float(self.options.most), self._limit + 1.0)
+                self._calls, self._quiet, self._adapted = 0, 0, True
 
-    def ended(self, footprint_tokens: int) -> None:
-        """A run has ended that held so many unique tokens."""
+    def ended(self, footprint_tokens: int, calls: int) -> None:
+        """A run has ended that held so many unique tokens and made so many calls. Also for runs seen before."""
         self._ended = min(self._ended + 1.0, self.options.memory)
         self._footprint += (footprint_tokens - self._footprint) / self._ended
+        self._calls_per_run += (calls - self._calls_per_run) / self._ended
         if not self._adapted and self._footprint > 0:
             self._limit = max(1.0, min(self.options.most, 2.0 * self._pool / self._footprint))

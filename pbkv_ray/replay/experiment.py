@@ -145,8 +145,15 @@ def loop(policy: str, fraction: float, setup: Setup, limit: int | Literal["auto"
         setup.arrivals,
         setup.waits,
         setup.seed,
-        Admission(capacity * setup.unit_tokens, setup.admission) if limit == "auto" else None,
+        _admission(capacity, setup) if limit == "auto" else None,
     ).run()
+
+
+def _admission(capacity: int, setup: Setup) -> Admission:
+    rule = Admission(capacity * setup.unit_tokens, setup.admission)
+    for run in setup.train.runs if setup.train else ():
+        rule.ended(run.footprint_tokens, len(run.calls))
+    return rule
 
 
 def best_limit(policy: str, fraction: float, setup: Setup) -> tuple[int, Outcome]:

@@ -163,7 +163,7 @@ class Simulation:
             return
         self.driver.run_ended(item.run_id, item.workflow, item.agents, self.now)
         if self.admission is not None:
-            self.admission.ended(item.footprint_tokens)
+            self.admission.ended(item.footprint_tokens, len(item.calls))
         self.outcome.runs[run].ended_s = self.now
         self._in_flight -= 1
         if self._unsubmitted:

@@ -17,15 +17,15 @@ def serve(
 def test_it_starts_with_the_runs_whose_mean_live_sets_fit() -> None:
     rule = Admission(100_000)
     assert rule.limit == 4
-    rule.ended(20_000)
+    rule.ended(20_000, 4)
     assert rule.limit == 10  # half of 20,000 is what a run holds on average
-    rule.ended(60_000)
+    rule.ended(60_000, 4)
     assert rule.limit == 5
 
 
 def test_cheap_thrash_lets_more_in_one_at_a_time() -> None:
     rule = Admission(100_000)
-    rule.ended(50_000)
+    rule.ended(50_000, 4)
     assert rule.limit == 4
     now_s = serve(rule, 4, 0.01, in_flight=4)
     assert rule.limit == 5
@@ -41,7 +41,7 @@ def test_it_does_not_grow_while_there_is_room_for_runs_already() -> None:
 
 def test_costly_thrash_holds_new_runs_back() -> None:
     rule = Admission(100_000)
-    rule.ended(10_000)
+    rule.ended(10_000, 4)
     assert rule.limit == 20
     now_s = serve(rule, 12, 0.5, in_flight=12)
     assert rule.limit == 11  # from the runs that are there, not from what was allowed
@@ -61,7 +61,7 @@ def test_between_the_two_marks_it_rests() -> None:
 def test_a_footprint_seen_later_does_not_undo_what_was_found() -> None:
     rule = Admission(100_000)
     serve(rule, 4, 0.0, in_flight=4)
-    rule.ended(1_000)
+    rule.ended(1_000, 4)
     assert rule.limit == 5
 
 

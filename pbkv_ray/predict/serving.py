@@ -49,7 +49,7 @@ class CallFacts:
 
 @dataclass(slots=True)
 class Gate:
-    """Compares recent log-likelihoods (nats per judged answer, means that forget) of counts and of counts with the net."""
+    """Compares recent log-likelihoods (nats per judged answer, forgetting means) of counts and of both together."""
 
     options: ServingOptions
     judged: float = 0.0

@@ -1,6 +1,7 @@
 """The plug-in in a real engine: owners reach the tree, hints reach the scheduler, facts come back."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from queue import Queue
@@ -27,7 +28,7 @@ TEXT = "The tests of the parser fail since the last change. "
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pbkv(engine_options: EngineOptions) -> AsyncIterator[tuple[EngineServer, "Queue[Fact]"]]:
     facts: Queue[Fact] = Queue()
-    options = replace(engine_options, policy="pbkv", device_pool_tokens=2_048, context_length=1_024)
+    options = replace(engine_options, policy="pbkv", device_pool_tokens=1_024, context_length=512)
     server = await asyncio.to_thread(EngineServer, options, replica="r1", on_fact=facts.put, hidden_states=True)
     yield server, facts
     await asyncio.to_thread(server.shutdown)
@@ -35,10 +36,22 @@ async def pbkv(engine_options: EngineOptions) -> AsyncIterator[tuple[EngineServe
 
 async def heard(facts: "Queue[Fact]", wanted: type, which: object = None) -> object:
     """The first fact of the type that `which` (a function) agrees to."""
-    while True:
+    seen: list[Fact] = []
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while asyncio.get_running_loop().time() < deadline:
         fact = await asyncio.to_thread(facts.get, timeout=WAIT_S)
         if isinstance(fact, wanted) and (which is None or which(fact)):  # type: ignore[operator]
             return fact
+        seen = [*seen[-8:], fact]
+    raise AssertionError(f"no {wanted.__name__} as wanted came in {WAIT_S:g} s; the last facts were {seen}")
+
+
+def text(server: EngineServer, begin: str, tokens: int) -> str:
+    """About so many tokens, whatever the tokenizer."""
+    words = begin
+    while len(server.manager.tokenizer.encode(words)) < tokens:
+        words += TEXT
+    return words
 
 
 async def test_the_first_and_the_last_hidden_state_of_a_call_arrive_in_half_precision(
@@ -58,8 +71,8 @@ async def test_the_first_and_the_last_hidden_state_of_a_call_arrive_in_half_prec
 
 async def test_residency_is_by_run_and_an_ended_run_is_gone_from_it(pbkv: tuple[EngineServer, "Queue[Fact]"]) -> None:
     server, facts = pbkv
-    await answer(server, call(TEXT * 4, run="first", agent="coder", max_tokens=2))
-    await answer(server, call(TEXT * 8, run="second", agent="coder", max_tokens=2))
+    await answer(server, call(text(server, "", 60), run="first", agent="coder", max_tokens=2))
+    await answer(server, call(text(server, "", 160), run="second", agent="coder", max_tokens=2))
     report = await heard(facts, Residency, lambda r: {"first", "second"} <= r.tokens.keys())
     assert isinstance(report, Residency)
     assert (report.replica, report.epoch) == ("r1", server.epoch)
@@ -74,16 +87,16 @@ async def test_under_pressure_the_retired_go_first_then_what_is_not_forecast(
     pbkv: tuple[EngineServer, "Queue[Fact]"],
 ) -> None:
     server, facts = pbkv
-    prompts = {agent: f"{agent}: {TEXT * 9}" for agent in AGENTS}
+    prompts = {agent: text(server, f"{agent}: ", 200) for agent in AGENTS}
     for agent in AGENTS:
         await answer(server, call(prompts[agent], run="look", agent=agent, max_tokens=2))
     step = np.array([[1.0, 0.0, 0.0]] * 3)
-    server.publish(PublishForecast("look", 1, Forecast(AGENTS, step), at_s=1.0))
-    await answer(server, call("ended " + TEXT * 9, run="ended", agent="coder", max_tokens=2))
+    server.publish(PublishForecast("look", 1, Forecast(AGENTS, step), at_s=time.time()))
+    await answer(server, call(text(server, "ended: ", 200), run="ended", agent="coder", max_tokens=2))
     await server.retire("ended")
     await heard(facts, Residency, lambda r: "ended" not in r.tokens and "look" in r.tokens)
-    for number in range(4):
-        await answer(server, call(f"{number} {TEXT * 9}", run=f"new{number}", agent="coder", max_tokens=2))
+    for number in range(3):
+        await answer(server, call(text(server, f"{number}: ", 200), run=f"new{number}", agent="coder", max_tokens=2))
     evicted = await heard(facts, Evicted, lambda e: e.tokens["device"]["retired"] > 0)
     assert isinstance(evicted, Evicted)
     assert (evicted.fallbacks, evicted.failures) == (0, 0)

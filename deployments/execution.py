@@ -110,7 +110,9 @@ class Execution:
             config["configurable"].pop("checkpoint_id", None)
             view = await self._graphs.view(run.workflow, run.thread_id)
             return view if stops_at(view, request) else None
-        await self._set_base(run, None if newest is None else newest.config["configurable"]["checkpoint_id"])
+        base = None if newest is None else newest.config["configurable"]["checkpoint_id"]
+        if base != run.base_checkpoint:
+            await self._set_base(run, base)
         if request.command is not None:
             return command_of(request.command)
         if request.input is not None:

@@ -20,6 +20,7 @@ from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.events import Event, RunEnded
 from pbkv_ray.errors import StoreError
 from pbkv_ray.store import RunRow, Stop, Store
+from pbkv_ray.store.runs import CANDIDATES
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +107,18 @@ class Scheduler:
 
     async def claim_all(self) -> None:
         while not self._stopping and len(self.active) < self._options.max_running:
-            now = self._clock()
-            run = await self._store.runs.claim(self._owner, lease_until=now + self._options.lease_s, now=now)
-            if run is None:
+            found = await self._store.runs.claimable()
+            for run_id in found:
+                if self._stopping or len(self.active) >= self._options.max_running:
+                    return
+                if (run := await self._claim(run_id)) is not None:
+                    self._begin(run)
+            if len(found) < CANDIDATES:
                 return
-            self._begin(run)
+
+    async def _claim(self, run_id: str) -> RunRow | None:
+        now = self._clock()
+        return await self._store.runs.claim(run_id, self._owner, lease_until=now + self._options.lease_s, now=now)
 
     async def tick(self) -> None:
         if self._clock() - self._renewed_at >= self._options.lease_s / 3:
@@ -168,7 +176,7 @@ class Scheduler:
         if await self._supervisor.end_unclaimed(run, failed("RunnerLost", message, None)):
             self._metrics.given_up.inc()
             self._emit(RunEnded(run.run_id, "failed", self._clock()))
-            self._wakeups.notify(run.run_id)
+            self._wakeups.notify_end(run.run_id)
 
     def _begin(self, run: RunRow) -> Active:
         active = Active(run, self._recorder.open(run))
@@ -186,7 +194,7 @@ class Scheduler:
             del self.active[active.run.run_id]
             self._metrics.running.set(len(self.active))
             active.ended.set()
-            self._wakeups.notify(active.run.run_id)
+            self._wakeups.notify_end(active.run.run_id)
             self.look()
 
     def _refused(self, run_id: str, error: Exception | None) -> None:
@@ -198,7 +206,7 @@ class Scheduler:
     async def stop_run(self, run_id: str, stop: Stop) -> None:
         """Returns when the run has ended, here or at the runner that executes it."""
         await self._store.runs.ask_stop(run_id, stop, self._clock())
-        with self._wakeups.subscribed(run_id) as news:
+        with self._wakeups.subscribed_to_end(run_id) as news:
             while (run := await self._store.runs.find(run_id)) is not None and run.inflight:
                 if (active := self.active.get(run_id)) is not None:
                     active.stop(stop)
@@ -224,10 +232,8 @@ class Scheduler:
         if run.started_at is None:
             ending = stopped(stop, await self._graphs.view(run.workflow, run.thread_id))
             if await self._supervisor.end_unclaimed(run, ending, discard=stop == "rollback"):
-                self._wakeups.notify(run.run_id)
+                self._wakeups.notify_end(run.run_id)
                 self.look()
             return
-        now = self._clock()
-        lease_until = now + self._options.lease_s
-        if taken := await self._store.runs.claim_this(run.run_id, self._owner, lease_until=lease_until, now=now):
+        if (taken := await self._claim(run.run_id)) is not None:
             await self._begin(taken).ended.wait()

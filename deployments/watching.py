@@ -1,8 +1,8 @@
 """Following a run, wherever it is executed: woken by this process's news, else by looking again."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from deployments.encoding import to_json
 from deployments.records import gone
@@ -11,25 +11,39 @@ from pbkv_ray.store import RunRow, Store
 
 
 class Wakeups:
-    """Wakes, in this process, those who wait for news of a run. Others poll the store."""
+    """Wakes, in this process, those who wait for news of a run, or only for its end. Others poll the store."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiting: dict[tuple[str, bool], set[asyncio.Event]] = {}
 
     def notify(self, run_id: str) -> None:
-        for event in self._waiting.get(run_id, ()):
+        self._wake(run_id, False)
+
+    def notify_end(self, run_id: str) -> None:
+        self._wake(run_id, False)
+        self._wake(run_id, True)
+
+    def subscribed(self, run_id: str) -> AbstractContextManager[asyncio.Event]:
+        return self._subscribed(run_id, False)
+
+    def subscribed_to_end(self, run_id: str) -> AbstractContextManager[asyncio.Event]:
+        return self._subscribed(run_id, True)
+
+    def _wake(self, run_id: str, end: bool) -> None:
+        for event in self._waiting.get((run_id, end), ()):
             event.set()
 
-    @contextlib.contextmanager
-    def subscribed(self, run_id: str) -> Iterator[asyncio.Event]:
+    @contextmanager
+    def _subscribed(self, run_id: str, end: bool) -> Iterator[asyncio.Event]:
         event = asyncio.Event()
-        self._waiting.setdefault(run_id, set()).add(event)
+        waiting = self._waiting.setdefault((run_id, end), set())
+        waiting.add(event)
         try:
             yield event
         finally:
-            self._waiting[run_id].discard(event)
-            if not self._waiting[run_id]:
-                del self._waiting[run_id]
+            waiting.discard(event)
+            if not waiting and self._waiting.get((run_id, end)) is waiting:
+                del self._waiting[run_id, end]
 
 
 class Watch:
@@ -40,7 +54,7 @@ class Watch:
 
     async def ended(self, run_id: str) -> RunRow | None:
         """The run once it has ended; None when it is gone."""
-        with self._wakeups.subscribed(run_id) as news:
+        with self._wakeups.subscribed_to_end(run_id) as news:
             while (run := await self._store.runs.find(run_id)) is not None and run.inflight:
                 await wait_for_news(news, self._poll_s)
                 news.clear()

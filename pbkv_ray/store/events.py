@@ -38,7 +38,7 @@ class Events:
         lost: set[str] = set()
         dropped = 0
         async with self._db.write() as connection:
-            for batch in batches:
+            for batch in sorted(batches, key=lambda batch: batch.run_id):  # the order of all who lock several runs
                 mine = (
                     update(runs)
                     .where(

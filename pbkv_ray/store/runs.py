@@ -8,7 +8,7 @@ A running run has an owner and a lease; whoever finds the lease expired may take
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, and_, case, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -47,9 +47,12 @@ class Runs:
             waiting = select(runs.c.run_id).where(runs.c.status == "pending").limit(max_pending).subquery()
             if await connection.scalar(select(func.count()).select_from(waiting)) == max_pending:
                 raise UnavailableError(f"{max_pending} runs wait already, which is the most that may; try again later")
-            if new.multitask in ("interrupt", "rollback"):
-                asked = update(runs).where(runs.c.thread_id == new.thread_id, runs.c.status.in_(INFLIGHT))
-                await connection.execute(asked.values(stop_request=new.multitask, updated_at=now))
+            stopping = others if new.multitask in ("interrupt", "rollback") else []
+            if stopping:
+                names = await _locked(connection, runs.c.run_id.in_([run.run_id for run in stopping]))
+                asked = update(runs).where(runs.c.run_id.in_(names), runs.c.status.in_(INFLIGHT))
+                asked = asked.values(stop_request=new.multitask, updated_at=now).returning(runs)
+                stopping = [RunRow(**row) for row in (await connection.execute(asked)).mappings()]
             row = insert(runs).values(
                 run_id=new.run_id,
                 thread_id=new.thread_id,
@@ -62,18 +65,15 @@ class Runs:
                 created_at=now,
                 updated_at=now,
             )
-            await connection.execute(row)
+            admitted = (await connection.execute(row.returning(runs))).mappings().one()
             thread = update(threads).where(threads.c.thread_id == new.thread_id)
             await connection.execute(thread.values(status="busy", workflow=new.workflow))
-            (admitted,) = await _select(connection, runs.c.run_id == new.run_id)
-            asked_to_stop = runs.c.stop_request.is_not(None), runs.c.position < admitted.position
-            stopping = await _select(connection, runs.c.thread_id == new.thread_id, *asked_to_stop)
-            return Admission(admitted, tuple(stopping))
+            return Admission(RunRow(**admitted), tuple(sorted(stopping, key=lambda run: run.position)))
 
     # --- execution ---
 
-    async def claim(self, owner: str, *, lease_until: float, now: float) -> RunRow | None:
-        """The oldest pending run whose thread is free, now running and ours. None when there is none."""
+    async def claimable(self) -> list[str]:
+        """The oldest pending runs whose threads are free, CANDIDATES at most."""
         earlier = runs.alias()
         blocked = exists().where(
             earlier.c.thread_id == runs.c.thread_id,
@@ -87,15 +87,10 @@ class Runs:
             .limit(CANDIDATES)
         )
         async with self._db.read() as connection:
-            found = list(await connection.scalars(candidates))
-        for run_id in found:
-            claimed = await self.claim_this(run_id, owner, lease_until=lease_until, now=now)
-            if claimed is not None:
-                return claimed
-        return None
+            return list(await connection.scalars(candidates))
 
-    async def claim_this(self, run_id: str, owner: str, *, lease_until: float, now: float) -> RunRow | None:
-        """The named run, if it is still pending and its thread free."""
+    async def claim(self, run_id: str, owner: str, *, lease_until: float, now: float) -> RunRow | None:
+        """The run, now running and ours; None unless it is still pending and its thread free."""
         return await self._take(owner, lease_until, now, runs.c.run_id == run_id, runs.c.status == "pending")
 
     async def expired(self, now: float) -> list[RunRow]:
@@ -145,6 +140,7 @@ class Runs:
             .returning(runs.c.run_id, runs.c.attempt)
         )
         async with self._db.write() as connection:
+            await _locked(connection, runs.c.run_id.in_(run_ids))
             return {row.run_id: row.attempt for row in await connection.execute(statement)}
 
     async def stop_requests(self, owner: str) -> dict[str, Stop]:
@@ -302,7 +298,13 @@ async def _touch_thread(connection: AsyncConnection, thread_id: str, now: float)
         return
 
 
+async def _locked(connection: AsyncConnection, where: ColumnElement[bool]) -> list[str]:
+    """The ids of the runs, locked in the order that all who lock several keep, so that none waits for another."""
+    names = select(runs.c.run_id).where(where).order_by(runs.c.run_id).with_for_update()
+    return list(await connection.scalars(names))
+
+
 async def _settle_thread(connection: AsyncConnection, thread_id: str, status: str, state: str | None) -> None:
-    others = await _select(connection, runs.c.thread_id == thread_id, runs.c.status.in_(INFLIGHT), limit=1)
-    values = {"status": "busy" if others else status} | ({} if state is None else {"state": state})
+    others = exists().where(runs.c.thread_id == thread_id, runs.c.status.in_(INFLIGHT))
+    values = {"status": case((others, "busy"), else_=status)} | ({} if state is None else {"state": state})
     await connection.execute(update(threads).where(threads.c.thread_id == thread_id).values(**values))

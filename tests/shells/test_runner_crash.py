@@ -33,7 +33,7 @@ async def attempts(runner, run_id):
 async def claimed_by_the_dead(kit, runner, asked, times=1):
     """A run that `times` runners claimed and took to their graves before anything of it ran."""
     run = await runner.create_run(asked)
-    dead = await kit.store.runs.claim("dead", lease_until=kit.clock.now + 5, now=kit.clock.now)
+    dead = await kit.store.runs.claim(run["run_id"], "dead", lease_until=kit.clock.now + 5, now=kit.clock.now)
     for _ in range(times - 1):
         kit.clock.now += 6
         dead = await kit.store.runs.take_over(dead, "dead", lease_until=kit.clock.now + 5, now=kit.clock.now)

@@ -58,7 +58,9 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def served(app: FastAPI) -> AsyncIterator[str]:
     """`app` behind uvicorn on a free port of loopback; the address."""
-    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+    server = _Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=2)
+    )
     serving = asyncio.create_task(server.serve())
     try:
         await eventually(server.up)

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from pbkv_ray.cli.local import prepare_environment
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.engine.models import DEFAULT_FOLDER, cache_dir
 from pbkv_ray.engine.models import tiny_model as make_tiny_model
 from pbkv_ray.engine.server import EngineServer
 
-# Before any module imports ray: it reads them once.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
-os.environ.setdefault("RAY_worker_niceness", "0")  # engines are Ray workers; Ray would run them at 15
+prepare_environment()  # before any module imports ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several engines spin against each other on two cores
 
 

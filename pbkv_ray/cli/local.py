@@ -71,13 +71,18 @@ def demo(
         raise typer.Exit(1)
 
 
-@contextmanager
-def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
-    """Ray, the application, and at the end neither. Yields the address."""
+def prepare_environment() -> None:
+    """What Ray reads when it is first imported; what the user has set stays."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports are remote code execution
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
     os.environ.setdefault("RAY_worker_niceness", "0")  # engines are Ray workers; Ray would run them at 15
+
+
+@contextmanager
+def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
+    """Ray, the application, and at the end neither. Yields the address."""
+    prepare_environment()
     from deployments.app import run_local, stop_local
     from deployments.settings import AppArgs
 

@@ -124,6 +124,14 @@ class Owners:
         self._rank_popular()
         return run
 
+    def waits_for(self, run_id: str, agent: str, workflow: str = "") -> None:
+        """A call of `agent` has joined the engine's queue: what it will read is needed next, not what comes after."""
+        run = self.run(run_id, workflow)
+        if run is not None and self.score.timed:
+            self.bit(run, agent)
+            run.waiting, run.waiting_s = agent, self.now_s
+            self.worth.look(run)
+
     def called(self, run: Run, agent: str, blocks: Sequence[int] | None) -> None:
         """A call of `agent` begins now. `blocks`: prefix-chained ids of its prompt, if known."""
         if run.current is not None:
@@ -131,7 +139,7 @@ class Owners:
         if blocks is not None and self.score.learns:
             run.shared_tokens = self.learned.observe(run.workflow, run.run_id, agent, run.current, blocks)
         self.bit(run, agent)
-        run.current, run.called_s = agent, self.now_s
+        run.current, run.called_s, run.waiting = agent, self.now_s, None
         self.worth.called(run)
 
     def forecast(self, run: Run, forecast: Forecast, version: int, at_s: float) -> None:

@@ -36,6 +36,8 @@ class Run:
     forecast: Forecast | None = None
     made_s: float = 0.0  # when the forecast was made
     version: int = -1
+    waiting: str | None = None  # the agent whose call is in the engine's queue
+    waiting_s: float = 0.0  # since when
     uses: "dict[UseKey, Use]" = field(default_factory=dict)
     tips: dict[int, Any] = field(default_factory=dict)  # bit -> deepest node of the agent's latest prompt
     # Kept by core.worth.

@@ -27,6 +27,7 @@ from pbkv_ray.errors import ConfigError
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
+_QUEUED_S = 0.25  # a call that has just joined the engine's queue is expected to be served so soon
 _SOONEST_S = 0.02  # nothing is expected sooner than a few decode steps from now
 
 
@@ -65,12 +66,14 @@ class Clock:
               `waits.ELAPSED_S`, in 1/s.
     mean_s:   [n] the mean of that wait, in seconds.
     start_s:  [n, K] when call k + 1 is expected to start, not falling with k.
+    waiting_s: [n] since when a call of the run is queued in the engine; call 1 is that one. Infinite: none is.
     """
 
     called_s: Array
     curve: Array
     mean_s: Array
     start_s: Array
+    waiting_s: Array | None = None
 
 
 class Score(Protocol):
@@ -187,6 +190,10 @@ class TimeScore:
         usual = clock.mean_s / np.maximum(clock.start_s[:, 0] - clock.called_s, _SOONEST_S)
         usual = np.clip(usual, 0.1, 10.0)
         inverse = at_elapsed(clock.curve, elapsed * usual) * usual
+        if clock.waiting_s is not None:
+            # A queued call is served first come, first served: the longer it waits, the sooner it reads.
+            queued = now_s - clock.waiting_s
+            inverse = np.where(queued >= 0, (1.0 + np.maximum(queued, 0.0)) / _QUEUED_S, inverse)
         later = clock.start_s - clock.start_s[:, :1]
         return np.asarray(1.0 / (1.0 / np.maximum(inverse, 1e-12)[:, None] + later))
 

@@ -46,6 +46,7 @@ class Worth:
         self._mean_s: Array = np.ones(16)
         self._curve: Array = np.ones((16, len(ELAPSED_S)))
         self._start_s: Array = np.zeros((16, score.horizon))
+        self._waiting_s: Array = np.full(16, np.inf)  # since when a call is queued; infinite: none is
         self._weights: Array = np.zeros((64, score.horizon))
         self._use_run: npt.NDArray[np.intp] = np.zeros(64, np.intp)
         self._scores: Array = np.zeros(64)
@@ -65,9 +66,9 @@ class Worth:
 
     def open(self, run: Run) -> None:
         slot = run.slot = self._runs.take()
-        for name in ("_called_s", "_made_s", "_mean_s", "_curve", "_start_s"):
+        for name in ("_called_s", "_made_s", "_mean_s", "_curve", "_start_s", "_waiting_s"):
             setattr(self, name, _room(getattr(self, name), slot))
-        self._made_s[slot], self._start_s[slot] = -np.inf, 0.0
+        self._made_s[slot], self._start_s[slot], self._waiting_s[slot] = -np.inf, 0.0, np.inf
         use = self.use(run, EVERYTHING)
         self._everything[EVERY_WORKFLOW][run] = use
         self._everything.setdefault(run.workflow, {})[run] = use
@@ -109,6 +110,7 @@ class Worth:
         run.outlook = None
         self._unweighed[run] = None
         self._made_s[run.slot] = run.made_s
+        self._waiting_s[run.slot] = np.inf if run.waiting is None else run.waiting_s
         self._void_s = min(self._void_s, run.made_s + self._max_age_s)
         self._stale = True
 
@@ -217,7 +219,8 @@ class Worth:
     def _shares(self, now_s: float) -> Array:
         """[uses]: what each is worth now; zero once its forecast has aged out."""
         n, m = self._runs.high, self._uses.high
-        clock = Clock(self._called_s[:n], self._curve[:n], self._mean_s[:n], self._start_s[:n])
+        tables = (self._called_s, self._curve, self._mean_s, self._start_s, self._waiting_s)
+        clock = Clock(*(table[:n] for table in tables))
         void_s = self._made_s[:n] + self._max_age_s
         live = void_s > now_s
         self._void_s = float(void_s[live].min(initial=np.inf))
@@ -250,7 +253,12 @@ class Worth:
             agent[:, run.agents.get(name, len(names) - 1)] += forecast.step[:, column]
         rates = self.learned.rates(run.workflow, names) if self.score.learns else certain(len(agent[0]))
         current = None if run.current is None else run.agents.get(run.current, len(names) - 1)
-        return Outlook(agent, forecast.step[:, -1], current, rates)
+        end = forecast.step[:, -1]
+        if run.waiting is not None:  # the call that the forecast comes after has yet to be served
+            first = np.zeros((1, agent.shape[1]))
+            first[0, run.agents.get(run.waiting, len(names) - 1)] = 1.0
+            agent, end = np.concatenate((first, agent)), np.concatenate(([0.0], end))
+        return Outlook(agent, end, current, rates)
 
     def _starts(self, run: Run, forecast: Forecast) -> Array:
         """[horizon] when the calls are expected to start, on the broadcast clock, not falling."""
@@ -259,6 +267,8 @@ class Worth:
             _, usual_s = self.waits.curve(run.workflow, "")
             return np.asarray(run.called_s + self._mean_s[run.slot] + steps * usual_s)
         start = np.maximum.accumulate(run.made_s + np.maximum(0.0, forecast.wait_s))
+        if run.waiting is not None:
+            start = np.concatenate(([run.made_s], start))
         return np.asarray(start[np.minimum(steps, len(start) - 1)])
 
     # Pairs of (set, use): what one pass sums up.

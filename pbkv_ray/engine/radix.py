@@ -47,6 +47,13 @@ class OwnedRadixCache(UnifiedRadixCache):
         self.prefetcher = None
         self.attach(0 if self.facts is not None else 1)
 
+    def queued(self, req: Any) -> None:
+        """The request has joined the scheduler's queue: its run's next use is as near as can be."""
+        owner = owner_of(req)
+        if owner is not None:
+            core = self.tree_core
+            core.tell(core.index.owners.waits_for, owner.run, owner.agent, owner.workflow)
+
     def admit(self, req: Any) -> None:
         """Once per request, when it joins a batch for the first time: a call of its owner begins."""
         core = self.tree_core

@@ -58,6 +58,14 @@ def choose_policy(scheduler: Any, payload: str) -> None:
     scheduler.flush_cache()
 
 
+def after_queue(done: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """After `Scheduler._add_request_to_queue`."""
+    cache = _ours(scheduler)
+    if cache is not None:
+        cache.queued(req)
+    return done
+
+
 def after_plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After `Scheduler.get_next_batch_to_run`."""
     cache = _ours(scheduler)
@@ -140,6 +148,7 @@ def register() -> None:
     setattr(Scheduler, RPC, apply_hints)
     setattr(Scheduler, RPC_CHOOSE, choose_policy)
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", after_plan, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}._add_request_to_queue", after_queue, HookType.AFTER)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_prefill", around_prefill, HookType.AROUND)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_decode", after_decode, HookType.AFTER)
     logging.getLogger(Scheduler.__module__).addFilter(QuietPayloads())

@@ -115,6 +115,7 @@ class OwnedDriver:
         self.prefetch: SimulatedPrefetch | None = None
         if self.options.prefetch and base.host_units:
             self.prefetch = SimulatedPrefetch(self.tree, unit_tokens, self.options.aggressive_share)
+        self.queue = True  # False leaves the engine's queue out, as it was before
         self._version = 0
         self._called: dict[str, float] = {}
 
@@ -143,7 +144,10 @@ class OwnedDriver:
     def request(self, rid: str, run_id: str, agent: str, workflow: str, prompt: Any, tail: bool) -> TreeRequest:
         from pbkv_ray.engine.hints import owner_params
 
-        return TreeRequest(rid, prompt, owner_params(Caller(run_id, workflow, agent, 0)), None, tail)
+        made = TreeRequest(rid, prompt, owner_params(Caller(run_id, workflow, agent, 0)), None, tail)
+        if self.queue:
+            self.tree.cache.queued(made)
+        return made
 
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
         forecast = self._expected(run_id, workflow, history, at_s)

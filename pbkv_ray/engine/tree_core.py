@@ -152,20 +152,29 @@ class OwnedFullComponent(FullComponent):
     def _evict_device_next_node(
         self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: list[Any]
     ) -> int | None:
-        core = self.tree_core
         if self._victims is not None:
             if tracker[FULL] >= self._evict_device_request_cnt:
                 return None
-            try:
-                node = next(self._victims, None)
-            except Exception:
-                self._fall_back()
-                super()._evict_device_start(0 if self.retired_only else self._evict_device_request_cnt)
-            else:
-                if node is None or (self.retired_only and core.index.reason(node) != "retired"):
-                    return None
-                return self._chosen(node, tracker[FULL], cache_actions)
+            victim = self._next(self._victims)
+            if victim is not None and (victim[1] == "retired" or not self.retired_only):
+                return self._chosen(*victim, tracker[FULL], cache_actions)
+            self.tree_core.tell(self._victims.close)
+            self._victims = None
+            # Whatever else is evictable, the index does not know of: in SGLang's own order.
+            super()._evict_device_start(0 if self.retired_only else self._evict_device_request_cnt)
         return super()._evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+
+    def _next(self, victims: Generator[UnifiedTreeNode, None, None]) -> tuple[UnifiedTreeNode, Reason] | None:
+        """The next victim, and why; None if there is none, or the policy raises."""
+        try:
+            node = next(victims, None)
+            return None if node is None else (node, self.tree_core.index.reason(node))
+        except Exception:
+            count = self.tree_core.count
+            count.fallbacks += 1
+            if count.fallbacks & (count.fallbacks - 1) == 0:  # 1, 2, 4, 8 ...
+                logger.exception("no victims from the reuse index (%d times so far); evicting by LRU", count.fallbacks)
+            return None
 
     def _evict_device_end(self) -> None:
         if self._victims is not None:
@@ -173,16 +182,14 @@ class OwnedFullComponent(FullComponent):
             self._victims = None
         super()._evict_device_end()
 
-    def _chosen(self, node: UnifiedTreeNode, freed: int, cache_actions: list[Any]) -> int:
-        core = self.tree_core
-        reason = core.index.reason(node)
-        part = core.options.partial_tokens
+    def _chosen(self, node: UnifiedTreeNode, reason: Reason, freed: int, cache_actions: list[Any]) -> int:
+        core, part = self.tree_core, self.tree_core.options.partial_tokens
         if part and reason != "retired" and len(core.components) == 1:
             asked = self._evict_device_request_cnt if self.shortfall is None else self.shortfall
             take = -(-max(asked - freed, part) // core.page_size) * core.page_size
             if len(node.key) - take >= part:
                 core.cut_tail(node, take, cache_actions)
-        core.note(Tier.DEVICE, node, reason)
+        core.tell(core.note, Tier.DEVICE, node, reason)
         return int(node.id)
 
     def drive_host_eviction(
@@ -191,25 +198,13 @@ class OwnedFullComponent(FullComponent):
         core = self.tree_core
         if core.trusted:
             victims = core.victims(Tier.HOST)
-            while tracker[FULL] < num_tokens:
-                try:
-                    node = next(victims, None)
-                except Exception:
-                    self._fall_back()
-                    break
-                if node is None:
-                    return
-                core.note(Tier.HOST, node, core.index.reason(node))
+            while tracker[FULL] < num_tokens and (victim := self._next(victims)) is not None:
+                node, reason = victim
+                core.tell(core.note, Tier.HOST, node, reason)
                 core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
             core.tell(victims.close)
-        super().drive_host_eviction(num_tokens, tracker, device_frees, host_frees, cache_actions)
-
-    def _fall_back(self) -> None:
-        self._victims = None
-        count = self.tree_core.count
-        count.fallbacks += 1
-        if count.fallbacks & (count.fallbacks - 1) == 0:  # 1, 2, 4, 8 ...
-            logger.exception("no victims from the reuse index (%d times so far); evicting by LRU", count.fallbacks)
+        if tracker[FULL] < num_tokens and core.evictable_host_leaves:
+            super().drive_host_eviction(num_tokens, tracker, device_frees, host_frees, cache_actions)
 
 
 def _index(options: RadixOptions, **known: Any) -> "ReuseIndex[UnifiedTreeNode]":

@@ -18,6 +18,9 @@ _FIRST_S = 0.01
 _BINS = 17 * _PER_E  # up to about 2.4e5 s, close to three days
 ELAPSED_S: Array = np.concatenate(([0.0], _FIRST_S * np.exp(np.arange(1, _BINS) / _PER_E)))  # lower edges
 _CENTRE_S: Array = _FIRST_S * np.exp((np.arange(_BINS) + 0.5) / _PER_E)
+_REST_S: Array = np.maximum(0.0, _CENTRE_S[None] - ELAPSED_S[:, None])  # [elapsed, wait]
+_AHEAD: Array = np.triu(np.ones((_BINS, _BINS)))
+_NEAREST = 0.1
 _KERNEL = np.exp(-0.5 * (np.arange(-3, 4) / 1.5) ** 2)  # an observation is smeared over a quarter of e
 _KERNEL /= _KERNEL.sum()
 
@@ -87,18 +90,18 @@ class WaitingTimes:
         return density
 
     def curve(self, workflow: str, agent: str) -> tuple[Array, float]:
-        """([C] 1 / expected remaining seconds at ELAPSED_S, given the silence so far, the mean wait in seconds)."""
+        """([C] expected 1 / remaining seconds at ELAPSED_S, given the silence so far, the mean wait in seconds)."""
         key = (workflow, agent)
         known = self._curves.get(key)
         # The curve of an agent moves little once it is known: look again after 3 % more observations.
         if known is not None and self._seen <= known[0] + known[0] // 32:
             return known[1], known[2]
         density = self._density(workflow, agent)
+        mean_s = float(density @ _CENTRE_S)
         tail = np.cumsum(density[::-1])[::-1]
-        ahead = np.cumsum((density * _CENTRE_S)[::-1])[::-1]
-        remaining = ahead / np.maximum(tail, 1e-300) - ELAPSED_S
-        mean_s = float(ahead[0])
-        curve = 1.0 / np.maximum(remaining, 0.1 * _FIRST_S)
+        # E[1 / rest], not 1 / E[rest]: one wait in twenty that lasts an hour must not hide nineteen that end at once.
+        # The rest is never less than a share of the mean, or the last bin would be worth everything.
+        curve = (_AHEAD / (_REST_S + _NEAREST * mean_s)) @ density / np.maximum(tail, 1e-300)
         if len(self._curves) >= self._max_keys:
             self._curves.clear()
         self._curves[key] = (self._seen, curve, mean_s)

@@ -36,12 +36,15 @@ def test_two_kinds_of_wait_in_one_agent_are_told_apart_by_the_silence() -> None:
     assert remaining(waits, "asker", 10.0)[0] > 1_000
 
 
-def test_the_next_call_is_nearer_than_the_mean_when_most_waits_are_short() -> None:
+def test_one_wait_in_twenty_that_lasts_an_hour_does_not_hide_the_others() -> None:
     waits = WaitingTimes()
     for i in range(200):
         waits.observe("flow", "asker", 3_600.0 if i % 20 == 0 else 1.0)
     _, mean_s = waits.curve("flow", "asker")
+    at_once, later = remaining(waits, "asker", 0.0, 30.0)
     assert mean_s > 60
+    assert at_once < 0.25 * mean_s
+    assert later > 5 * at_once
 
 
 def test_an_agent_seen_seldom_leans_on_its_workflow() -> None:

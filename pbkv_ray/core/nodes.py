@@ -1,8 +1,9 @@
-"""A KV-cache node as the index knows it, and the tiers that may hold it."""
+"""A KV-cache node as the index knows it, the tiers that may hold it, and why it goes."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from pbkv_ray.core.ownership import OwnerSet
 
@@ -38,3 +39,24 @@ class Node(Generic[N]):
         self.walk = 0
         self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
         self.resident = [False, False]
+
+
+Reason = Literal["retired", "scored", "recency"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a node goes when it goes. `key` is what nodes are ordered by, lower first."""
+
+    key: tuple[int, float, float]  # 0 retired or 1 active; owning runs or score; recency
+    reason: Reason
+    owners: tuple[tuple[str, tuple[str, ...]], ...]  # active runs, and the agents that have read the node
+    ended_runs: int
+    popular: bool
+
+
+@dataclass(slots=True)
+class IndexCount:
+    unknown_nodes: int = 0  # named by an event, not (or no longer) in the tree
+    split_mismatches: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: {"retired": 0, "scored": 0, "recency": 0})

@@ -7,7 +7,6 @@ runs, double ends, old versions) are no-ops, counted; ended runs are remembered 
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +18,9 @@ from pbkv_ray.core.ownership import (
     EVERYTHING,
     RETIRED,
     Owner,
+    OwnersCount,
     OwnerSet,
+    OwnersOptions,
     Rank,
     Run,
     SetKey,
@@ -27,41 +28,8 @@ from pbkv_ray.core.ownership import (
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
 from pbkv_ray.core.worth import Worth
-from pbkv_ray.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class OwnersOptions:
-    """Bounds. Beyond `max_owners` active runs a node is popular; `max_age_s` after it was made a forecast is void."""
-
-    max_runs: int = 20_000
-    max_agents: int = 64  # per run; later names share the last bit
-    max_owners: int = 64
-    ended_memory_s: float = 600.0
-    max_ended: int = 65_536
-    max_age_s: float = 600.0
-    rescore_s: float = 0.0  # scores that move with the clock are brought up to date this often
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.max_agents <= 64:
-            raise ConfigError(f"max_agents is {self.max_agents}; agents are bits of a word, 2 to 64")
-        if min(self.max_runs, self.max_owners, self.max_ended) < 1:
-            raise ConfigError("max_runs, max_owners and max_ended must be at least 1")
-
-
-@dataclass(slots=True)
-class OwnersCount:
-    """What happened that was no news, and what the bounds cost."""
-
-    late_calls: int = 0  # of ended runs
-    late_forecasts: int = 0
-    old_versions: int = 0
-    double_ends: int = 0
-    unknown_ends: int = 0
-    expired_runs: int = 0  # ended here because the table was full
-    shared_bits: int = 0  # agents beyond max_agents
-    popular_nodes: int = 0
-    bad_forecasts: int = 0
+__all__ = ["Owners", "OwnersCount", "OwnersOptions"]
 
 
 class Owners:
@@ -271,6 +239,15 @@ class Owners:
     @property
     def size(self) -> int:
         return len(self._all)
+
+    def residency(self) -> dict[str, tuple[int, int]]:
+        held: dict[str, tuple[int, int]] = {}
+        for owned in self.sets():
+            if owned.tokens[0] or owned.tokens[1]:
+                for use in owned.uses:
+                    device, host = held.get(use.run.run_id, (0, 0))
+                    held[use.run.run_id] = (device + owned.tokens[0], host + owned.tokens[1])
+        return held
 
     def sets(self) -> Iterator[OwnerSet]:
         return iter(self._all)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.scores import Outlook
+from pbkv_ray.errors import ConfigError
 
 EVERY_WORKFLOW = "\0every"
 MASK = (1 << 64) - 1
@@ -89,3 +90,37 @@ class OwnerSet:
     @property
     def shared(self) -> bool:
         return self.public or self.foreign or bool(self.popular) or len(self.owners) + self.ended > 1
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersOptions:
+    """Bounds. Beyond `max_owners` active runs a node is popular; `max_age_s` after it was made a forecast is void."""
+
+    max_runs: int = 20_000
+    max_agents: int = 64  # per run; later names share the last bit
+    max_owners: int = 64
+    ended_memory_s: float = 600.0
+    max_ended: int = 65_536
+    max_age_s: float = 600.0
+    rescore_s: float = 0.0  # scores that move with the clock are brought up to date this often
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.max_agents <= 64:
+            raise ConfigError(f"max_agents is {self.max_agents}; agents are bits of a word, 2 to 64")
+        if min(self.max_runs, self.max_owners, self.max_ended) < 1:
+            raise ConfigError("max_runs, max_owners and max_ended must be at least 1")
+
+
+@dataclass(slots=True)
+class OwnersCount:
+    """What happened that was no news, and what the bounds cost."""
+
+    late_calls: int = 0  # of ended runs
+    late_forecasts: int = 0
+    old_versions: int = 0
+    double_ends: int = 0
+    unknown_ends: int = 0
+    expired_runs: int = 0  # ended here because the table was full
+    shared_bits: int = 0  # agents beyond max_agents
+    popular_nodes: int = 0
+    bad_forecasts: int = 0

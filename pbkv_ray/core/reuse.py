@@ -15,12 +15,11 @@ Every method takes ids that it does not know as news from a race: no-ops, counte
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse, depth_class
-from pbkv_ray.core.nodes import OFFERED, Node, Tier
+from pbkv_ray.core.nodes import OFFERED, Explanation, IndexCount, Node, Reason, Tier
 from pbkv_ray.core.order import Order
 from pbkv_ray.core.owners import Owners, OwnersOptions
 from pbkv_ray.core.ownership import RETIRED, OwnerSet
@@ -31,26 +30,6 @@ from pbkv_ray.errors import InputError
 __all__ = ["Explanation", "IndexCount", "Reason", "ReuseIndex", "Tier"]
 
 N = TypeVar("N", bound=Hashable)
-
-Reason = Literal["retired", "scored", "recency"]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a node goes when it goes. `key` is what nodes are ordered by, lower first."""
-
-    key: tuple[int, float, float]  # 0 retired or 1 active; owning runs or score; recency
-    reason: Reason
-    owners: tuple[tuple[str, tuple[str, ...]], ...]  # active runs, and the agents that have read the node
-    ended_runs: int
-    popular: bool
-
-
-@dataclass(slots=True)
-class IndexCount:
-    unknown_nodes: int = 0  # named by an event, not (or no longer) in the tree
-    split_mismatches: int = 0
-    evictions: dict[str, int] = field(default_factory=lambda: {"retired": 0, "scored": 0, "recency": 0})
 
 
 class ReuseIndex(Generic[N]):
@@ -305,13 +284,7 @@ class ReuseIndex(Generic[N]):
 
     def residency(self) -> dict[str, tuple[int, int]]:
         """Run -> (device tokens, host tokens) of the nodes that it owns, shared ones included."""
-        held: dict[str, tuple[int, int]] = {}
-        for owned in self.owners.sets():
-            if owned.tokens[0] or owned.tokens[1]:
-                for use in owned.uses:
-                    device, host = held.get(use.run.run_id, (0, 0))
-                    held[use.run.run_id] = (device + owned.tokens[0], host + owned.tokens[1])
-        return held
+        return self.owners.residency()
 
     def next_call(self, node: N) -> float:
         """Paper Eq. 1, Value(node): how often the next calls of its active owners are expected to use it."""

@@ -115,6 +115,8 @@ class Controller:
         run.workflow = event.workflow
         run.agents, run.edges = event.agents[: self._options.max_agents_per_run], event.edges
         run.parent_run_id = event.parent_run_id
+        if event.agents:
+            self._predictor.prior(event.workflow, run.agents, event.edges)
         return []
 
     def _agent_entered(self, event: AgentEntered) -> list[Action]:
@@ -154,7 +156,12 @@ class Controller:
             run.calls[event.call_id] = event.agent, event.step
         self.counts["calls_started"] += 1
         self._predictor.observe(run.workflow, tuple(run.history), event.agent)
+        if run.called_s is not None:
+            self._predictor.observe_wait(
+                run.workflow, run.history[-1], event.agent, max(0.0, event.at_s - run.called_s)
+            )
         run.history.append(event.agent)
+        run.called_s = event.at_s
         return self._publish(run, event.at_s)
 
     def _call_finished(self, event: CallFinished) -> list[Action]:

@@ -1,6 +1,6 @@
 """Forecasts: which agents a run calls in its next K steps, and what that makes of an agent's value."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,8 +38,14 @@ class Forecast:
 class Predictor(Protocol):
     """Learns from the calls of runs, and forecasts. `history` is the run's agents so far, oldest first."""
 
+    def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
+        """The workflow's graph: what there is to go by before the first observation. Idempotent."""
+
     def observe(self, workflow: str, history: Sequence[str], following: str | None) -> None:
         """After `history` the run called `following`, or ended (None)."""
+
+    def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
+        """A call of `following` started so long after its run's call of `agent` had."""
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         """None when nothing is known: the engine then keeps to recency."""

@@ -43,6 +43,7 @@ class Run:
     entered: list[tuple[str, int]] = field(default_factory=list)
     calls: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting_for: str | None = None
+    called_s: float | None = None  # when the last call started
     home: str | None = None
     version: int = 0
     totals: Totals = field(default_factory=Totals)

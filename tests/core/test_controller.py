@@ -33,6 +33,15 @@ class FakePredictor:
         self.taught: list[tuple[str, tuple[str, ...], str | None]] = []
         self.forecast_made = Forecast(("coder",), np.array([[1.0, 0.0], [0.0, 1.0]]))
 
+        self.graphs: list[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]] = []
+        self.waits: list[tuple[str, str, str, float]] = []
+
+    def prior(self, workflow, agents, edges):
+        self.graphs.append((workflow, tuple(agents), tuple(edges)))
+
+    def observe_wait(self, workflow, agent, following, seconds):
+        self.waits.append((workflow, agent, following, seconds))
+
     def observe(self, workflow, history, following):
         self.taught.append((workflow, tuple(history), following))
 
@@ -72,6 +81,8 @@ def test_a_run_from_its_start_to_its_end():
         ("swe", ("planner",), "coder"),
         ("swe", ("planner", "coder"), None),
     ]
+    assert predictor.graphs == [("swe", ("planner", "coder"), (("planner", "coder"),))]
+    assert predictor.waits == [("swe", "planner", "coder", 3.0 - 1.2)]
     assert controller.runs.outcome("r1") == "completed"
 
 

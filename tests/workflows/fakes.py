@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ class FakeLLM:
     A list that is used up repeats its last answer.
     """
 
-    script: Mapping[str, Sequence[Any]]
+    script: dict[str, Sequence[Any]]
     prompts: dict[str, list[list[Message]]] = field(default_factory=dict)
 
     async def chat(

@@ -68,12 +68,15 @@ async def test_a_second_run_on_the_same_state_starts_afresh() -> None:
 
 
 async def test_every_prompt_of_an_agent_continues_its_last_one() -> None:
-    llm = scripted(["SUPPORTED"], ["Torl Bridge", "Silver Heron"])
+    searches = ["Torl Bridge", "Silver Heron", "Otto Marn"]
+    llm = scripted(["SUPPORTED"], searches)
+    llm.script["decompose"] = [{"questions": searches}]
     await walk(hover.SPEC, llm, CLAIM)
     for agent in ("query", "analyse", "judge"):
         for before, after in zip(llm.prompts[agent], llm.prompts[agent][1:], strict=False):
             assert after[: len(before)] == before
             assert [message.role for message in after[len(before) :]] == ["assistant", "user"]
+    assert [len(llm.prompts[agent]) for agent in ("query", "analyse", "judge")] == [3, 3, 3]
     starts = {(prompts[0][0], prompts[0][1].content.split("\n")[0]) for prompts in llm.prompts.values()}
     assert len(starts) == 1, "all agents of a run share the preamble and the claim"
 

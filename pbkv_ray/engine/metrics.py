@@ -17,6 +17,7 @@ class EngineMetrics:
         self.engine_deaths = 0
         self.calls: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.channels: dict[str, Any] = {}  # "hints", "facts": the counts of their ends (slots dataclasses of ints)
 
     def finished(self, reply: Reply) -> None:
         self.calls[reply.reason] += 1
@@ -64,3 +65,9 @@ class _Collector:
         for kind, count in sorted(metrics.tokens.items()):
             tokens.add_metric([replica, kind], count)
         yield tokens
+        for channel, count in metrics.channels.items():
+            what = f"What became of the {channel} between server and scheduler."
+            events = CounterMetricFamily(f"pbkv_engine_{channel}", what, labels=["replica", "event"])
+            for event in count.__slots__:
+                events.add_metric([replica, event], getattr(count, event))
+            yield events

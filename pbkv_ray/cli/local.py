@@ -3,11 +3,12 @@
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,11 +73,22 @@ def demo(
 
 
 def prepare_environment() -> None:
-    """What Ray reads when it is first imported; what the user has set stays."""
+    """What Ray reads when it is first imported; what the user has set stays.
+
+    The token is made here: Ray 2.60 makes a missing one itself, but only after its processes have read none.
+    """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports are remote code execution
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # two busy cores can need more than 30 s
     os.environ.setdefault("RAY_worker_niceness", "0")  # engines are Ray workers; Ray would run them at 15
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in os.environ and not token.exists():
+        token.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            suppress(FileExistsError),
+            os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
+            file.write(secrets.token_hex(32))
 
 
 @contextmanager

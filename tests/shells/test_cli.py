@@ -28,3 +28,18 @@ def test_nobody_at_the_address_is_said_in_one_line_and_ends_with_1():
     assert (result.returncode, result.stdout) == (1, "")
     assert "nothing answers at http://127.0.0.1:9" in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_fresh_home_gets_a_ray_token_that_only_its_owner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pbkv_ray.cli.local import prepare_environment
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    prepare_environment()
+    token = tmp_path / ".ray" / "auth_token"
+    made = token.read_text()
+    assert (len(made), oct(token.stat().st_mode)[-3:]) == (64, "600")
+    prepare_environment()
+    assert token.read_text() == made

@@ -84,6 +84,10 @@ class Simulation:
                 if not self._events:
                     break
                 self._advance(self._events[0][0] - self.now)
+        if self._waiting:
+            raise InputError(
+                f"{len(self._waiting)} calls never fitted a pool of {self.capacity} units; raise the pool fraction"
+            )
         self.outcome.makespan_s = self.now
         self.outcome.hits.evicted = self.driver.tree.evicted_units * self.keys.unit_tokens
         if self.driver.prefetch is not None:

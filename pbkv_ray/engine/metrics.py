@@ -1,17 +1,24 @@
 """The engine server's own counters, and SGLang's, in Prometheus text form."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from pbkv_ray.core.calls import Reply
 
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
 
 class EngineMetrics:
     """Plain numbers, changed in the server's event loop; labels are bounded by construction."""
 
     def __init__(self) -> None:
+        """Make it before the engine: SGLang's processes write to a folder that must outlive it (`_own_folder`)."""
+        _own_folder()
         self.running = 0
         self.left = 0  # calls whose caller left or was cancelled before the end
         self.engine_deaths = 0
@@ -33,11 +40,18 @@ class EngineMetrics:
         ours = CollectorRegistry()
         ours.register(_Collector(self, replica))
         text = generate_latest(ours).decode()
-        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if os.environ.get(_FOLDER):
             theirs = CollectorRegistry()
             multiprocess.MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
             text += generate_latest(theirs).decode()
         return text
+
+
+def _own_folder() -> None:
+    """SGLang keeps its folder in a variable; a second engine in the process overwrites it, which deletes the folder."""
+    if not os.environ.get(_FOLDER):
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="pbkv-metrics-")
+        atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
 
 
 class _Collector:

@@ -61,7 +61,7 @@ def choose_policy(scheduler: Any, payload: str) -> None:
 def after_queue(done: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """After `Scheduler._add_request_to_queue`."""
     cache = _ours(scheduler)
-    if cache is not None:
+    if cache is not None and not hasattr(req, "pbkv_admitted"):  # a retracted request is queued again
         cache.queued(req)
     return done
 

@@ -159,9 +159,9 @@ async def _engines(options: BenchOptions, pool: int, longest: int) -> AsyncItera
             )
             servers[key] = await asyncio.to_thread(EngineServer, made, replica=key)
         server = servers[key]
-        if policy in STOCK:
-            await server.manager.flush_cache()
-        else:
+        if not (await server.manager.flush_cache(timeout_s=60.0)).success:
+            raise EngineError(f"the engine of {key} is not idle between two blocks; nothing was measured")
+        if policy not in STOCK:
             await server.choose_policy(policy)
         return server
 

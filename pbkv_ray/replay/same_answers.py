@@ -48,7 +48,8 @@ class Examiner:
         group = 8
         for start in range(0, len(asked), group):
             part = asked[start : start + group]
-            await self._server.manager.flush_cache()
+            flushed = await self._server.manager.flush_cache(timeout_s=60.0)
+            assert flushed.success, "the engine is not idle between two groups of prompts"
             for name in PASSES:
                 if name == "host":
                     await self._push_out(start)
@@ -101,6 +102,7 @@ async def examine(options: EngineOptions, policies: Sequence[str], count: int, t
                 key = wanted
             assert server is not None
             if policy not in STOCK:
+                await server.manager.flush_cache(timeout_s=60.0)  # waits until the engine is idle
                 await server.choose_policy(policy)
             asked = prompts(count, int(server.manager.model_config.vocab_size))
             got = await Examiner(server, policy).answers(asked, tokens)

@@ -29,14 +29,17 @@ _one = threading.Lock()  # held by the engine that this process has: SGLang keep
 class EngineProcesses:
     """Runs `start` (which makes an `sglang.Engine`) in a thread of its own and keeps its processes.
 
+    `start` is given what to call when the part of the engine that is in this process has failed.
+
     engine: the sglang.Engine. `dead` is None while all of its processes live, else what happened to them.
     Raises EngineError when the engine does not start, or when this process has an engine already.
     """
 
-    def __init__(self, start: Callable[[], Any], on_death: Callable[[str], None]) -> None:
+    def __init__(self, start: Callable[[Callable[[str], None]], Any], on_death: Callable[[str], None]) -> None:
         if not _one.acquire(blocking=False):
             raise EngineError("this process has an SGLang engine; shut it down first, or use another process")
         self.dead: str | None = None
+        self._reason: str | None = None
         self._on_death = on_death
         self._stop = threading.Event()
         self._started = threading.Event()
@@ -64,6 +67,13 @@ class EngineProcesses:
         """The engine's own processes: schedulers and detokenizers."""
         return frozenset(process.pid for process in self._owned)
 
+    def fail(self, reason: str) -> None:
+        """Give the engine up: its processes are killed, and the watch sees it."""
+        self._reason = reason
+        for process in self._owned:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """End the engine's processes, wait until they are gone. Safe to call again."""
         with self._closing:
@@ -75,10 +85,10 @@ class EngineProcesses:
             _forget_metrics()
             _one.release()
 
-    def _hold(self, start: Callable[[], Any]) -> None:
+    def _hold(self, start: Callable[[Callable[[str], None]], Any]) -> None:
         before = set(psutil.Process().children())
         try:
-            self._engine = start()
+            self._engine = start(self.fail)
         except BaseException as error:
             self._failure = error
             # A scheduler that failed leaves its siblings waiting for it.
@@ -100,12 +110,15 @@ class EngineProcesses:
         while not self._stop.is_set():
             gone = wait([process.sentinel for process in self._processes.values()], timeout=0.5)
             if gone and not self._stop.is_set():
+                for process in self._processes.values():
+                    if process.sentinel in gone:
+                        process.join(5.0)  # its files close a moment before it can be waited for
                 names = [
                     f"{name} (pid {process.pid}) ended with code {process.exitcode}"
                     for name, process in self._processes.items()
                     if process.sentinel in gone
                 ]
-                self.dead = "; ".join(names)
+                self.dead = self._reason or "; ".join(names)
                 logger.error("SGLang engine lost: %s", self.dead)
                 _kill(self._owned, 10.0)  # the rest is of no use; on a GPU it holds the memory
                 self._on_death(self.dead)

@@ -72,8 +72,10 @@ class EngineServer:
         mark_parent(os.environ)
         self.metrics = EngineMetrics()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._processes = EngineProcesses(lambda: _start(arguments), self._engine_died)
+        self._processes = EngineProcesses(lambda fail: _start(arguments, fail), self._engine_died)
         self._link = None if options.policy in STOCK else link_to(self.engine)
+        ends = {"hints": self._link, "facts": self._facts}
+        self.metrics.channels = {name: end.count for name, end in ends.items() if end is not None}
 
     @property
     def engine(self) -> Any:
@@ -311,10 +313,14 @@ class EngineServer:
             del self.manager.rid_to_state[rid]
 
 
-def _start(arguments: dict[str, Any]) -> Any:
-    from sglang.srt.entrypoints.engine import Engine
+def _start(arguments: dict[str, Any], on_failure: Callable[[str], None]) -> Any:
+    policy = asyncio.get_event_loop_policy()
+    from pbkv_ray.engine import guest
 
-    return Engine(**arguments)
+    # SGLang makes uvloop the policy of the process when it is imported; loops that exist could no longer start
+    # subprocesses.
+    asyncio.set_event_loop_policy(policy)
+    return guest.start(arguments, on_failure)
 
 
 async def _translated(outputs: Outputs) -> Outputs:

@@ -101,8 +101,10 @@ def _children() -> list[str]:
 
 async def main(options: EngineOptions) -> Seen:
     native = replace(options, write_policy="write_back", extra={"attention_backend": "torch_native"})
+    kept = signal.getsignal(signal.SIGTERM)
     server = EngineServer(native, replica="fragile")
     seen: Seen = {"compared": await compared(server), "host": await from_the_host_tier(server)}
+    seen["sigterm_is_ours"] = signal.getsignal(signal.SIGTERM) is kept
     seen["second"] = await _error(asyncio.to_thread(EngineServer, native))
     seen |= {"stuck": await stuck(server), "killed": await scheduler_killed(server), "shut": await shut_down(server)}
     return seen | {"broken": await asyncio.to_thread(without_weights, options)}

@@ -24,7 +24,7 @@ def seen(engine_options: EngineOptions, tmp_path_factory: pytest.TempPathFactory
     told = tmp_path_factory.mktemp("fragile") / "seen.json"
     root = Path(__file__).parents[2]
     program = [sys.executable, "-m", "tests.shells.fragile_engine", json.dumps(asdict(engine_options)), str(told)]
-    done = subprocess.run(program, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(program, cwd=root, capture_output=True, text=True, timeout=900, check=False)
     assert told.exists(), done.stderr[-4_000:]
     found: dict[str, Any] = json.loads(told.read_text())
     return found
@@ -45,6 +45,11 @@ def test_write_back_serves_from_the_host_tier(seen: dict[str, Any]) -> None:
     assert again["host_cached_tokens"] > 0
     assert again["host_cached_tokens"] + again["device_cached_tokens"] == again["prompt_tokens"] - 1
     assert again["text"] == first["text"]
+
+
+def test_the_process_keeps_its_signals(seen: dict[str, Any]) -> None:
+    """A scheduler that fails sends SIGQUIT, too: that this program told anything after `broken` is the other half."""
+    assert seen["sigterm_is_ours"]
 
 
 def test_a_process_has_one_engine(seen: dict[str, Any]) -> None:

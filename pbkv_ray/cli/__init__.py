@@ -24,6 +24,7 @@ def build_app() -> typer.Typer:
     app.command("submit")(submit.submit)
     app.command("train")(predict.train)
     app.command("evaluate")(predict.evaluate)
+    app.command("report")(replay.report_command)
     app.add_typer(runs.app, name="runs")
     app.add_typer(replay.replay_app, name="replay")
     app.add_typer(replay.traces_app, name="traces")

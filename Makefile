@@ -1,10 +1,12 @@
 # Everything runs from .venv; a machine with an NVIDIA GPU gets the full set of packages, others the slim one.
 PYTHON ?= python3
 SET := $(shell nvidia-smi -L >/dev/null 2>&1 && echo full || echo cpu)
+# A process has one SGLang engine: these modules make their own.
+OWN_ENGINE := tests/shells/test_radix_engine.py tests/workflows/test_on_smollm2.py
 READY := .venv/.ready-$(SET)
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-core lint lock clean
+.PHONY: help setup demo test test-core soak lint lock clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -26,6 +28,10 @@ demo: setup ## run three runs of each workflow on a real engine and show what th
 
 test: setup ## all tests (no GPU needed)
 	$(BIN)/python -m pytest
+	set -e; for module in $(OWN_ENGINE); do $(BIN)/python -m pytest -m own_engine $$module; done
+
+soak: setup ## what takes long: the same answers under every policy
+	$(BIN)/python -m pytest -m soak tests/shells/test_same_answers.py
 
 test-core: setup ## the pure core only, in seconds
 	$(BIN)/python -m pytest tests/core -q

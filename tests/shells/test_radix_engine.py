@@ -18,7 +18,7 @@ from pbkv_ray.engine.facts import Evicted, Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
 from tests.shells.engine_kit import answer, call
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.own_engine]
 
 WAIT_S = 60.0
 AGENTS = ("coder", "tester")

@@ -4,7 +4,7 @@ import pytest
 
 from pbkv_ray.replay.same_answers import OURS, examine, small_engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
 
 async def test_greedy_answers_are_the_same_wherever_the_prompt_comes_from(tiny_model) -> None:  # type: ignore[no-untyped-def]

@@ -17,6 +17,7 @@ from workflows.tools.sandbox import why_forbidden
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.own_engine,
     pytest.mark.skipif(
         not (cache_dir() / "models" / DEFAULT_FOLDER).is_dir(), reason="make setup has not prepared the default model"
     ),

@@ -30,8 +30,8 @@ test: setup ## all tests (no GPU needed)
 	$(BIN)/python -m pytest
 	set -e; for module in $(OWN_ENGINE); do $(BIN)/python -m pytest -m own_engine $$module; done
 
-soak: setup ## what takes long: the same answers under every policy
-	$(BIN)/python -m pytest -m soak tests/shells/test_same_answers.py
+soak: setup ## what takes long or is not yet trusted in CI
+	$(BIN)/python -m pytest -m soak tests/shells
 
 test-core: setup ## the pure core only, in seconds
 	$(BIN)/python -m pytest tests/core -q

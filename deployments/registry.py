@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from pbkv_ray.errors import ConfigError, NotFoundError
-from workflows.spec import WorkflowSpec
+from pbkv_ray.errors import ConfigError
+from workflows.spec import WorkflowSpec, find
 
 
 class Workflows:
@@ -27,8 +27,4 @@ class Workflows:
 
     def get(self, name: str) -> WorkflowSpec:
         """Raises NotFoundError."""
-        try:
-            return self._specs[name]
-        except KeyError:
-            known = ", ".join(sorted(self._specs))
-            raise NotFoundError(f"workflow {name!r:.80} is unknown; known are {known}") from None
+        return find(self._specs, name)

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from pbkv_ray.errors import NotFoundError
 from workflows import finance, hover, swe
-from workflows.spec import WorkflowSpec
+from workflows.spec import WorkflowSpec, find
 
 __all__ = ["REGISTRY", "WorkflowSpec", "get"]
 
@@ -13,7 +12,4 @@ REGISTRY: Final[dict[str, WorkflowSpec]] = {spec.name: spec for spec in (hover.S
 
 def get(name: str) -> WorkflowSpec:
     """Raises NotFoundError."""
-    try:
-        return REGISTRY[name]
-    except KeyError:
-        raise NotFoundError(f"workflow {name!r:.80} is unknown; known are {', '.join(sorted(REGISTRY))}") from None
+    return find(REGISTRY, name)

@@ -1,6 +1,6 @@
 """What the server must know of a workflow. `workflows.registry` lists the shipped ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from langgraph.graph import StateGraph
 from pydantic import BaseModel, ValidationError
 
-from pbkv_ray.errors import InputError
+from pbkv_ray.errors import InputError, NotFoundError
 from pbkv_ray.graph.client import LLM
 
 Json = dict[str, Any]
@@ -41,6 +41,14 @@ class WorkflowSpec:
             return self.input_model.model_validate(data).model_dump()
         except ValidationError as error:
             raise InputError(f"the input of {self.name} is wrong: {_sentence(error)}") from error
+
+
+def find(specs: Mapping[str, WorkflowSpec], name: str) -> WorkflowSpec:
+    """Raises NotFoundError, which lists the known names."""
+    try:
+        return specs[name]
+    except KeyError:
+        raise NotFoundError(f"workflow {name!r:.80} is unknown; known are {', '.join(sorted(specs))}") from None
 
 
 def _sentence(error: ValidationError) -> str:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from pbkv_ray.core.actions import Action, RetireRun
 
@@ -42,5 +43,5 @@ class Outbox:
         and the number to acknowledge when they have been applied."""
         while self._waiting and next(iter(self._waiting.values()))[0] <= acknowledged:
             self._waiting.popitem(last=False)
-        following = [entry for entry, _ in zip(self._waiting.values(), range(limit), strict=False)]
+        following = list(islice(self._waiting.values(), limit))
         return (following[-1][0] if following else acknowledged), [action for _, action in following]

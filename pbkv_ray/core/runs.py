@@ -10,6 +10,7 @@ while the run lives) fills the rest in.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.events import Outcome
@@ -92,8 +93,8 @@ class RunTable:
 
     def overflow(self) -> Iterator[Run]:
         """The runs that are too many, longest silent first."""
-        excess = len(self._active) - self._options.max_runs
-        return iter([run for run, _ in zip(self._active.values(), range(excess), strict=False)])
+        excess = max(0, len(self._active) - self._options.max_runs)
+        return iter(list(islice(self._active.values(), excess)))  # a copy: the caller ends them
 
     def expired(self, now_s: float) -> list[Run]:
         """Active runs whose lease has run out, longest silent first."""

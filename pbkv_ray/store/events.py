@@ -7,7 +7,7 @@ condition stands in the same transaction as the insert, so two runners never int
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pbkv_ray.store.database import Database
@@ -66,14 +66,17 @@ class Events:
         """Drops a tenth more than needed, so that a full run is not trimmed at every batch.
 
         Oldest `values` first: each is the whole state, so the newer ones say all they said. Then the oldest of the
-        rest, but never the first event, which names the run.
+        rest. Never the newest `values`, which is the state, nor the first event, which names the run.
         """
         excess = kept - self._max_events + self._max_events // 10
         dropped = 0
-        for condition in (run_events.c.event == "values", run_events.c.seq > 1):
+        is_values = run_events.c.event == "values"
+        state = select(func.max(run_events.c.seq)).where(run_events.c.run_id == run_id, is_values).scalar_subquery()
+        may_go = run_events.c.seq.not_in((1, func.coalesce(state, 1)))
+        for condition in (is_values, true()):
             oldest = (
                 select(run_events.c.seq)
-                .where(run_events.c.run_id == run_id, condition)
+                .where(run_events.c.run_id == run_id, may_go, condition)
                 .order_by(run_events.c.seq)
                 .limit(excess - dropped)
             )

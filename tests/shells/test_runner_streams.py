@@ -141,7 +141,6 @@ async def test_langchain_events_come_beside_the_other_modes(kit):
     assert kit.transport.aborted == ["write"]
 
 
-@pytest.mark.soak  # lost its newest `values` event once, on PostgreSQL under load: open
 async def test_a_long_run_keeps_a_bounded_stream(kit):
     runner = await kit.runner()
     run = await runner.create_run(request("100", "counting", stream_mode=("values", "custom")))

@@ -120,11 +120,28 @@ async def test_a_full_run_drops_its_oldest_values_first_and_never_its_first_even
     more = [Batch("r", "me", 1, [("custom", "{}")] * 6)]
     assert await store.events.append(more, 1.0) == (set(), 6)
     kept = await store.events.after("r", 0)
-    assert [e.event for e in kept] == ["metadata"] + ["custom"] * 8
-    assert [e.seq for e in kept] == [1, 7, 9, 10, 11, 12, 13, 14, 15]
+    assert [e.event for e in kept] == ["metadata", "values"] + ["custom"] * 7
+    assert [e.seq for e in kept] == [1, 8, 9, 10, 11, 12, 13, 14, 15], "the newest `values` is the state: it stays"
     assert await store.runs.end(run, DONE, 20.0)
     ended = await store.runs.get("r")
     assert (ended.last_seq, ended.events_dropped) == (16, 6)
+
+
+@pytest.mark.parametrize("between", [20, 100])
+async def test_a_full_run_keeps_its_newest_state_whatever_a_batch_holds(store, between):
+    """Two `values` among many others: not even a batch that is far too long may drop the newer."""
+    await store.threads.create("t", {}, 0.0)
+    await admit(store, "run")
+    run = await claim(store)
+    events = [("metadata", "{}"), ("values", "old"), *[("custom", "c")] * between, ("values", "new")]
+    await store.events.append([Batch("run", "me", run.attempt, events)], 11.0)
+    kept = [(event.seq, event.event, event.data) for event in await store.events.after("run", 0)]
+    newest = between + 3
+    assert kept == [
+        (1, "metadata", "{}"),
+        *[(seq, "custom", "c") for seq in range(newest - 7, newest)],
+        (newest, "values", "new"),
+    ]
 
 
 async def test_strategies_on_a_busy_thread(store):

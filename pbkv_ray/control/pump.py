@@ -5,9 +5,10 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from pbkv_ray.core.events import Batch, Event
+from pbkv_ray.core.events import Batch, Event, RunEnded
 
 Send = Callable[[Batch], Awaitable[None]]
+ENDINGS_KEPT = 64  # endings in a row that are moved back before one is dropped after all
 log = logging.getLogger(__name__)
 
 
@@ -15,7 +16,8 @@ class EventPump:
     """`emit` may be called from the loop's thread only; it queues and returns.
 
     A batch that could not be sent is sent again under the same sequence, so the controller drops what it already
-    had. Beyond `capacity` the oldest events go and are counted in the next batch.
+    had. Beyond `capacity` the oldest events go and are counted in the next batch; endings go last, since a lost one
+    keeps a run's cache alive for as long as its lease.
     """
 
     def __init__(
@@ -44,12 +46,22 @@ class EventPump:
 
     def emit(self, event: Event) -> None:
         if len(self._queue) >= self._capacity:
-            self._queue.popleft()
-            self._sequence += 1
-            self.dropped += 1
+            self._make_room()
         self._queue.append(event)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._drain())
+
+    def _make_room(self) -> None:
+        """An ending may stand behind everything else: nothing of its run comes after it."""
+        for _ in range(ENDINGS_KEPT):
+            oldest = self._queue.popleft()
+            self._sequence += 1
+            if not isinstance(oldest, RunEnded):
+                break
+            self._queue.append(oldest)
+        else:
+            self._queue.pop()
+        self.dropped += 1
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued, for `timeout_s` at most; the rest counts as dropped."""

@@ -13,7 +13,7 @@ merely knows less until events and reports have come in again.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pbkv_ray.config import ControllerOptions
@@ -38,16 +38,21 @@ from pbkv_ray.core.forecast import Predictor
 from pbkv_ray.core.runs import Run, RunTable
 
 MAX_SOURCES = 4_096
+RESEND_S = 30.0  # an engine that has not heard of an ending by then hears it again
 
 
 @dataclass(slots=True)
 class Replica:
-    """`tokens` maps runs to (device tokens, host tokens), as last reported under `epoch`."""
+    """`tokens` maps runs to (device tokens, host tokens), as last reported under `epoch`.
+
+    `strangers` are those of them that nobody has told us of, with when they were first reported.
+    """
 
     epoch: str
     seen_s: float
     tokens: dict[str, tuple[int, int]]
     queued_prefill_tokens: int = 0
+    strangers: dict[str, float] = field(default_factory=dict)
 
 
 class Controller:
@@ -74,7 +79,11 @@ class Controller:
 
     def receive(self, batch: Batch) -> list[Action]:
         """Handle what of `batch` is new: a batch that was sent again may overlap what came before."""
-        expected = self._sources.pop(batch.source, 0)
+        # A source that is new to us, after a restart for example, lost what it says, not what came before.
+        expected = self._sources.pop(batch.source, None)
+        if expected is None:
+            self.counts["events_lost"] += min(batch.dropped, batch.sequence)
+            expected = batch.sequence
         skip = max(0, expected - batch.sequence)
         self._sources[batch.source] = max(expected, batch.sequence + len(batch.events))
         while len(self._sources) > MAX_SOURCES:
@@ -195,20 +204,54 @@ class Controller:
 
     def _replica_joined(self, event: ReplicaJoined) -> list[Action]:
         known = self.replicas.get(event.replica)
-        if known is None or known.epoch != event.epoch:
-            self.replicas[event.replica] = Replica(event.epoch, event.at_s, {})
+        if known is not None and known.epoch == event.epoch:
+            known.seen_s = max(known.seen_s, event.at_s)
+            return []
+        if known is not None:
+            self._leave_homes(event.replica)
+        self.replicas[event.replica] = Replica(event.epoch, event.at_s, {})
         return []
 
     def _replica_left(self, event: ReplicaLeft) -> list[Action]:
         if self.replicas.pop(event.replica, None) is not None:
-            for run in self.runs:
-                if run.home == event.replica:
-                    run.home = None
+            self._leave_homes(event.replica)
         return []
 
+    def _leave_homes(self, replica: str) -> None:
+        for run in self.runs:
+            if run.home == replica:
+                run.home = None
+
     def _residency(self, event: Residency) -> list[Action]:
-        self.replicas[event.replica] = Replica(event.epoch, event.at_s, event.tokens, event.queued_prefill_tokens)
-        return []
+        """Only an engine that has joined under this very epoch holds what it says."""
+        known = self.replicas.get(event.replica)
+        if known is None or known.epoch != event.epoch:
+            self.counts["residency_refused"] += 1
+            return []
+        known.seen_s = max(known.seen_s, event.at_s)
+        known.tokens = event.tokens
+        known.queued_prefill_tokens = event.queued_prefill_tokens
+        return self._reconcile(known, event.at_s)
+
+    def _reconcile(self, replica: Replica, now_s: float) -> list[Action]:
+        """Runs that the engine takes for active and that have ended: the ending was lost, or the whole run was, with
+        the controller that knew it. Whoever is alive names its runs well within a lease."""
+        limit_s = now_s - self._options.lease_s
+        gone: list[str] = []
+        strangers: dict[str, float] = {}
+        for run_id in replica.tokens:
+            if self.runs.get(run_id) is not None:
+                continue
+            if (ended_s := self.runs.ended_s(run_id)) is not None:
+                if ended_s < now_s - RESEND_S:
+                    gone.append(run_id)
+                continue
+            strangers[run_id] = since_s = replica.strangers.get(run_id, now_s)
+            if since_s < limit_s:
+                gone.append(run_id)
+        replica.strangers = strangers
+        self.counts["endings_repeated"] += len(gone)
+        return [RetireRun(run_id, now_s) for run_id in gone]
 
     # Time.
 

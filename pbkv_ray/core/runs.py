@@ -72,6 +72,11 @@ class RunTable:
         ended = self._ended.get(run_id)
         return None if ended is None else ended[0]
 
+    def ended_s(self, run_id: str) -> float | None:
+        """When a remembered run ended."""
+        ended = self._ended.get(run_id)
+        return None if ended is None else ended[1]
+
     def touch(self, run_id: str, at_s: float) -> Run:
         """The active run, adopted if unknown; its lease starts anew. The caller has ruled out ended runs."""
         run = self._active.get(run_id)

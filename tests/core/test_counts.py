@@ -153,3 +153,20 @@ def test_propagation_conditions_on_survival() -> None:
     hops = np.array([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
     steps = propagate(hops, 3)
     np.testing.assert_allclose(steps[0], [[0, 1, 0], [0.5, 0, 0.5], [1, 0, 0]])
+
+
+def test_workflows_and_agents_that_clients_invent_stay_within_the_cells():
+    options = CountsOptions(max_cells=60_000)
+    counts = VariableOrderCounts(options)
+    for n in range(512):
+        counts.observe(f"ext:{n % 50}", (f"agent {n}", "b"), "c")
+    cells = [workflow.cells for workflow in counts._workflows.values()]
+    assert sum(cells) <= options.max_cells
+    assert counts.dropped["workflows"] > 40
+
+    # One workflow alone, with as many agents as there may be: its contexts give way.
+    for n in range(200):
+        counts.observe("ext:one", tuple(f"agent {(n * k) % 256}" for k in range(8)), f"agent {n % 256}")
+    (one,) = [counts._workflows["ext:one"]]
+    assert one._counts.size <= options.max_cells
+    assert counts.dropped["contexts"] > 0

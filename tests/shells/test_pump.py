@@ -1,7 +1,7 @@
 import asyncio
 
 from pbkv_ray.control.pump import EventPump
-from pbkv_ray.core.events import Batch, RunEnded
+from pbkv_ray.core.events import Batch, CallStarted, RunEnded
 
 
 def ended(n: int) -> RunEnded:
@@ -47,6 +47,24 @@ async def test_beyond_the_capacity_the_oldest_go_and_are_counted():
         pump.emit(ended(n))
     await pump.close()
     assert got == [Batch("s", 3, (ended(3), ended(4)), dropped=3)]
+
+
+async def test_beyond_the_capacity_endings_outlast_what_is_only_useful():
+    got: list[Batch] = []
+
+    async def send(batch: Batch) -> None:
+        got.append(batch)
+
+    def called(n: int) -> CallStarted:
+        return CallStarted(f"r{n}", "coder", 1, f"c{n}", 0.0)
+
+    pump = EventPump("s", send, capacity=4)
+    for event in (called(0), ended(0), called(1), ended(1), called(2), called(3), called(4)):
+        pump.emit(event)
+    await pump.close()
+    (batch,) = got
+    assert batch.events == (ended(0), called(3), ended(1), called(4))
+    assert batch.dropped == 3
 
 
 async def test_closing_gives_up_on_a_controller_that_never_answers():

@@ -4,6 +4,7 @@ serve run serve.yaml                     on a cluster
 pbkv serve, pbkv demo                    on this machine
 """
 
+import logging
 import os
 from typing import Any
 
@@ -13,12 +14,14 @@ from ray.serve.config import HTTPOptions
 
 from deployments.engine import EngineDeploymentOptions, engine_app
 from deployments.hosts import GatewayHost, RunnerHost
-from deployments.settings import AppArgs
+from deployments.settings import APPLICATION, AppArgs
 from pbkv_ray.control.actor import stop_controller
 from pbkv_ray.engine.models import resolve_model
 from pbkv_ray.errors import UnavailableError
+from workflows.tools.sandbox import refusal
 
-APPLICATION = "pbkv"
+logger = logging.getLogger(__name__)
+
 LONGEST_RUN_S = 3_600.0
 
 
@@ -103,6 +106,8 @@ def run_local(args: AppArgs, host: str, port: int, *, name: str = APPLICATION) -
 
     Raises UnavailableError when a part does not start.
     """
+    if (said := refusal()) is not None:
+        logger.warning("workflows that test code will fail: %s", said)
     resolve_model(args.model)  # what is wrong with the model is better said here than in a replica's log
     if not ray.is_initialized():
         start_ray(args.engine_replicas + 1)

@@ -111,7 +111,7 @@ class EngineReplica:
         """Serve awaits it when the replica stops in an orderly way; when it does not, the kernel ends the engine."""
         steering, server = getattr(self, "steering", None), getattr(self, "server", None)
         if steering is not None:
-            await steering.close()
+            await steering.close(self.replica_id)
         if server is not None:
             await asyncio.to_thread(server.shutdown)
 

@@ -57,6 +57,7 @@ def create_app(
     app = FastAPI(title="pbkv-ray", summary="LangGraph workflows over HTTP", lifespan=lifespan, redoc_url=None)
     app.state.options = settings
     app.state.gateway = gateway
+    app.state.foreign = foreign
     errors.install(app)
     app.add_middleware(Guard, options=settings, metrics=gateway.metrics)
     for part in (

@@ -1,8 +1,10 @@
 """The runner and the gateway as Serve replicas: they open what is shared, and hand it to the plain classes."""
 
+import asyncio
+import logging
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -26,6 +28,9 @@ from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.control.pump import EventPump
 from pbkv_ray.errors import InputError
 from pbkv_ray.store import Store
+from workflows.tools.sandbox import refusal
+
+logger = logging.getLogger(__name__)
 
 
 def application() -> str:
@@ -37,7 +42,8 @@ class _Reporter:
 
     def __init__(self, kind: str, application: str) -> None:
         start_controller(application, ControllerOptions())
-        self.client = ControllerClient(application)
+        self.on_restart: Callable[[], None] = lambda: None  # tell it again which runs there are
+        self.client = ControllerClient(application, on_new_epoch=lambda: self.on_restart())
         self.pump = EventPump(f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.client.send)
 
 
@@ -45,10 +51,13 @@ class RunnerHost:
     """One runner. `engine` is the handle of the engine deployment."""
 
     async def __init__(self, args: AppArgs, engine: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+        if (said := await asyncio.to_thread(refusal)) is not None:
+            logger.warning("workflows that test code will fail on this node: %s", said)
         self._opened = AsyncExitStack()
-        store = await Store.open(args.database_url)
+        database = args.database_url(application())
+        store = await Store.open(database)
         self._opened.push_async_callback(store.close)
-        checkpointer = await self._opened.enter_async_context(open_checkpointer(args.database_url))
+        checkpointer = await self._opened.enter_async_context(open_checkpointer(database))
         reporter = _Reporter("runner", application())
         self._opened.push_async_callback(reporter.pump.close)
         self._runner = Runner(
@@ -60,6 +69,7 @@ class RunnerHost:
             RunnerOptions(max_running=args.max_running),
         )
         self._opened.push_async_callback(self._runner.close)
+        reporter.on_restart = self._runner.announce
         await self._runner.start()
 
     async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -97,7 +107,7 @@ class GatewayHost:
         async def controller() -> Text:
             return controller_text(await self._reporter.client.counts())
 
-        return create_app(
+        app = create_app(
             RemoteRunService(self._runner),
             HandleTransport(self._engine),
             self._args.gateway_options(),
@@ -110,3 +120,5 @@ class GatewayHost:
             },
             about={"model": self._args.model, "policy": self._args.policy},
         )
+        self._reporter.on_restart = app.state.foreign.announce
+        return app

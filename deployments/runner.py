@@ -104,6 +104,10 @@ class Runner:
         """The runs that this runner executes now."""
         return self._scheduler.active
 
+    def announce(self) -> None:
+        """Tells of the runs in flight once more: the controller has restarted and knows of none."""
+        self._scheduler.announce()
+
     def _observe(self, event: Event) -> None:
         if isinstance(event, CallFinished) and (active := self.active.get(event.run_id)) is not None:
             if active.calls < self._options.max_calls_per_run:

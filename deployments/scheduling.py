@@ -153,6 +153,11 @@ class Scheduler:
             elif active.callback is not None and not active.callback.ended:
                 active.callback.start()  # the controller's lease on the run starts anew
 
+    def announce(self) -> None:
+        for active in self.active.values():
+            if active.callback is not None and not active.callback.ended:
+                active.callback.start()
+
     async def _take_over(self) -> None:
         now = self._clock()
         for run in await self._store.runs.expired(now):

@@ -4,6 +4,7 @@ import os
 import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,6 +12,7 @@ from deployments.http.options import GatewayOptions, check_exposure
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.errors import ConfigError
 
+APPLICATION = "pbkv"  # its name in Ray Serve, if no other is given
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -39,10 +41,11 @@ class AppArgs(BaseModel):
 
     runner_replicas: Positive = 1
     max_running: Positive = 64  # runs in flight, a runner
-    database: str | None = None  # SQLAlchemy URL
+    database: str | None = None  # SQLAlchemy URL; by default a SQLite file of the application
     gateway_replicas: Positive = 1
     host: str = "127.0.0.1"  # where the proxy listens; beyond loopback, API keys are required
     api_keys_file: Path | None = None  # one key a line
+    allowed_hosts: tuple[str, ...] = ()  # Host headers accepted without keys, beside loopback's names
     salt_secret_file: Path | None = None  # tenants' cache salts; the same on every node
     registry: str = "workflows.registry:REGISTRY"  # module:attribute, a mapping from names to WorkflowSpecs
 
@@ -57,16 +60,17 @@ class AppArgs(BaseModel):
             raise ConfigError(f"{where} is {first.get('input')!r}: {first['msg']}") from error
         args.engine_options()
         check_exposure(args.host, args.gateway_options())
-        if args.runner_replicas > 1 and args.database_url.startswith("sqlite"):
+        if args.runner_replicas > 1 and args.database_url(APPLICATION).startswith("sqlite"):
             raise ConfigError(
                 f"runner_replicas is {args.runner_replicas} and the database is SQLite, which serves one runner; "
                 "name a PostgreSQL database"
             )
         return args
 
-    @property
-    def database_url(self) -> str:
-        return self.database or f"sqlite+aiosqlite:///{data_dir() / 'runs.sqlite'}"
+    def database_url(self, application: str) -> str:
+        """Runners of two applications must not share a database by accident: each executes what it finds there."""
+        name = "runs" if application == APPLICATION else f"runs-{quote(application, safe='')}"
+        return self.database or f"sqlite+aiosqlite:///{data_dir() / name}.sqlite"
 
     def engine_options(self) -> EngineOptions:
         return EngineOptions(
@@ -83,7 +87,7 @@ class AppArgs(BaseModel):
 
     def gateway_options(self) -> GatewayOptions:
         if self.api_keys_file is None:
-            return GatewayOptions()
+            return GatewayOptions(allowed_hosts=self.allowed_hosts)
         try:
             lines = self.api_keys_file.read_text().splitlines()
         except OSError as error:
@@ -91,7 +95,7 @@ class AppArgs(BaseModel):
         keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
         if not keys:
             raise ConfigError(f"api_keys_file {self.api_keys_file} holds no key; write one a line")
-        return GatewayOptions(api_keys=keys, salt_secret=self._salt_secret())
+        return GatewayOptions(api_keys=keys, salt_secret=self._salt_secret(), allowed_hosts=self.allowed_hosts)
 
     def _salt_secret(self) -> str:
         """The named file's, or one that is made once for this machine."""

@@ -30,6 +30,7 @@ class Steering:
     def __init__(self, application: str) -> None:
         self._application = application
         self._residency: Residency | None = None
+        self._client: ControllerClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def heard(self, fact: Fact) -> None:
@@ -41,16 +42,20 @@ class Steering:
         """Safe to call again."""
         if self._tasks:
             return
-        client = ControllerClient(self._application)
+        client = self._client = ControllerClient(self._application)
         self._tasks = [
             asyncio.create_task(self._for_ever(lambda: self._take_hints(server, client)), name="pbkv-hints"),
             asyncio.create_task(self._for_ever(lambda: self._report(server, client)), name="pbkv-facts"),
         ]
 
-    async def close(self) -> None:
+    async def close(self, replica: str) -> None:
+        """The replica has drained and stops: its runs need other homes, at once."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._client is not None:
+            with suppress(UnavailableError):  # then it finds out by the silence
+                await self._client.leave(replica)
 
     async def _take_hints(self, server: EngineServer, client: ControllerClient) -> None:
         for action in await client.hints(server.replica, server.epoch):

@@ -91,6 +91,11 @@ class ForeignRuns:
         self._new_id = new_id
         self._runs: OrderedDict[str, _Run] = OrderedDict()
 
+    def announce(self) -> None:
+        """The controller has restarted: every run says RunStarted again with its next call."""
+        for run in self._runs.values():
+            run.told_s = float("-inf")
+
     def begin(self, who: Identity, tenant: Tenant | None) -> ForeignCall:
         now = self._clock()
         call_id = self._new_id()

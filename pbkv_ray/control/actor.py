@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from time import time
 from typing import Any
 
@@ -65,7 +66,13 @@ class ControllerHost:
         return self.epoch, number, actions
 
     async def report(self, residency: Residency) -> None:
-        self._perform(self._controller.handle(residency))
+        # Who is silent is decided by one clock: an engine's own stands still while nobody calls it.
+        self._perform(self._controller.handle(replace(residency, at_s=time())))
+
+    async def leave(self, replica: str) -> None:
+        """The replica stops in an orderly way, and says so instead of falling silent."""
+        self._forget(replica)
+        self._perform(self._controller.handle(ReplicaLeft(replica, time())))
 
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         """The runs in flight, most recently seen last."""
@@ -106,6 +113,10 @@ class ControllerHost:
             "hints_dropped": sum(outbox.dropped for outbox in self._outboxes.values()),
         }
 
+    def _forget(self, replica: str) -> None:
+        self._outboxes.pop(replica, None)
+        self._news.pop(replica, None)
+
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self._counts[f"action_{type(action).__name__}"] += 1
@@ -124,8 +135,7 @@ class ControllerHost:
             now_s = time()
             silent = [r for r, known in self._controller.replicas.items() if known.seen_s < now_s - SILENT_REPLICA_S]
             for replica in silent:
-                self._outboxes.pop(replica, None)
-                self._news.pop(replica, None)
+                self._forget(replica)
             self._perform(self._controller.handle(*(ReplicaLeft(r, now_s) for r in silent), Tick(now_s)))
 
 

@@ -43,6 +43,9 @@ class ControllerClient:
     async def report(self, residency: Residency) -> None:
         await self._ask("report", residency)
 
+    async def leave(self, replica: str) -> None:
+        await self._ask("leave", replica)
+
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._ask("runs", limit)
         return found

@@ -61,6 +61,19 @@ def test_keys_come_from_a_file_and_share_one_salt_secret(tmp_path: Path, monkeyp
     assert KEY not in repr(options) and options.salt_secret not in repr(options)
 
 
+def test_two_applications_of_one_cluster_do_not_execute_each_others_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    args = AppArgs.checked({})
+    assert args.database_url("pbkv") == "sqlite+aiosqlite:////data/pbkv-ray/runs.sqlite"
+    assert args.database_url("team b/2") == "sqlite+aiosqlite:////data/pbkv-ray/runs-team%20b%2F2.sqlite"
+    named = AppArgs.checked({"database": "sqlite+aiosqlite:////tmp/mine.sqlite"})
+    assert named.database_url("team b/2") == "sqlite+aiosqlite:////tmp/mine.sqlite"
+
+
+def test_names_of_this_server_beside_loopback_come_from_the_arguments():
+    assert AppArgs.checked({"allowed_hosts": ["pbkv.lan"]}).gateway_options().allowed_hosts == ("pbkv.lan",)
+
+
 def test_an_empty_file_of_keys_is_refused(tmp_path: Path):
     (tmp_path / "keys").write_text("# none yet\n")
     with pytest.raises(ConfigError, match="holds no key; write one a line"):

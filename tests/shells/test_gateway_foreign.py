@@ -126,6 +126,15 @@ def test_a_long_run_is_named_again_for_a_controller_that_has_forgotten_it() -> N
     ]
 
 
+def test_a_controller_that_restarted_hears_of_a_run_with_its_next_call() -> None:
+    events: list[Any] = []
+    runs = _foreign(8, events, GatewayMetrics())
+    runs.finish(runs.begin(Identity(run_id="s"), None), "stop")
+    runs.announce()
+    runs.finish(runs.begin(Identity(run_id="s"), None), "stop")
+    assert _started(events) == ["ext:s", "ext:s"]
+
+
 def test_usage_reads_sglangs_tiers() -> None:
     usage = {"prompt_tokens": 30, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 20}}
     assert usage_of({"usage": usage}) == Usage(30, 4, 20, 0)

@@ -74,6 +74,18 @@ async def test_cancelling_stops_the_llm_call(kit):
     assert (await runner.get_thread(run["thread_id"]))["status"] == "interrupted", "it may go on from plan"
 
 
+async def test_a_controller_that_restarted_hears_of_the_runs_in_flight_only(kit):
+    runner = await kit.runner()
+    over = await runner.create_run(request("hello"))
+    await runner.wait_run(None, over["run_id"])
+    run = await runner.create_run(request("wait"))
+    await kit.transport.waiting.wait()
+    told = len(kit.emitted)
+    runner.announce()
+    (again,) = kit.emitted[told:]
+    assert (again.run_id, again.workflow, again.agents) == (run["run_id"], "chain", ("plan", "write"))
+
+
 async def test_a_waiting_run_is_cancelled_before_it_starts(kit):
     runner = await kit.runner(replace(QUICK, max_running=1))
     first = await runner.create_run(request("wait"))

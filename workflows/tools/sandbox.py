@@ -71,18 +71,25 @@ def why_forbidden() -> str | None:
     return (done.stdout + done.stderr).removeprefix(jail.FAILED_PREFIX).strip() or f"exit code {done.returncode}"
 
 
+def refusal() -> str | None:
+    """Why no Sandbox can be made on this machine and what to do about it; None when one can."""
+    reason = why_forbidden()
+    if reason is None or os.environ.get(ALLOW_UNSANDBOXED) == "1":
+        return None
+    return (
+        f"this machine cannot run tests in a sandbox ({reason}). Allow user namespaces (on Ubuntu: sysctl "
+        "kernel.apparmor_restrict_unprivileged_userns=0; in a container: --privileged), or set "
+        f"{ALLOW_UNSANDBOXED}=1 to run code that an LLM wrote with your rights and your network"
+    )
+
+
 class Sandbox:
     """Raises ConfigError when this machine cannot confine and `PBKV_ALLOW_UNSANDBOXED_TESTS` is not 1."""
 
     def __init__(self, limits: Limits = Limits(), *, at_once: int | None = None) -> None:
-        reason = why_forbidden()
-        if reason and os.environ.get(ALLOW_UNSANDBOXED) != "1":
-            raise ConfigError(
-                f"this machine cannot run tests in a sandbox ({reason}). Allow user namespaces (on Ubuntu: sysctl "
-                "kernel.apparmor_restrict_unprivileged_userns=0; in a container: --privileged), or set "
-                f"{ALLOW_UNSANDBOXED}=1 to run code that an LLM wrote with your rights and your network"
-            )
-        self.isolated = reason is None
+        if (said := refusal()) is not None:
+            raise ConfigError(said)
+        self.isolated = why_forbidden() is None
         self._limits = limits
         self._slots = asyncio.Semaphore(at_once or os.cpu_count() or 1)
 

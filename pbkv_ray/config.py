@@ -51,9 +51,11 @@ class ControllerOptions:
     max_agents_per_run: int = 64
     max_history: int = 512  # agents kept of a run's path
     max_id_length: int = 256
+    predictor_models: str = ""  # folder of model folders (`pbkv train --out`); empty: counts alone
+    record_to: str = ""  # SQLAlchemy URL of the store that keeps every run's calls; empty: nothing is recorded
 
     def __post_init__(self) -> None:
-        _positive(self, *self.__slots__)
+        _positive(self, *(name for name in self.__slots__ if not isinstance(getattr(self, name), str)))
 
 
 @dataclass(frozen=True, slots=True)

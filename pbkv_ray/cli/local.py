@@ -53,7 +53,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the runs to this file")] = None,
 ) -> None:
     """Run samples of every workflow at the same time, on a real engine, and show what they did."""
-    from pbkv_ray.cli.report import as_table
+    from pbkv_ray.cli.report import as_table, print_table
     from pbkv_ray.cli.submit import run_jobs
     from workflows.registry import REGISTRY
 
@@ -65,7 +65,7 @@ def demo(
         with serving({"model": model, "policy": policy, "database": database}, "127.0.0.1", _free_port()) as url:
             console.print(f"{len(jobs)} runs of {', '.join(REGISTRY)}, all at once")
             reports = asyncio.run(run_jobs(url, jobs, concurrency=len(jobs)))
-    Console().print(as_table(reports))
+    print_table(as_table(reports))
     if json_file is not None:
         json_file.write_text(json.dumps({"runs": [run.as_json() for run in reports]}, indent=1) + "\n")
     if any(run.status != "success" for run in reports):

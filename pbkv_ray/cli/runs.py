@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pbkv_ray.cli.client import DEFAULT_URL, Url, connect, explained
+from pbkv_ray.cli.report import print_table
 from pbkv_ray.errors import NotFoundError
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -46,7 +47,7 @@ def list_runs(
     for run in runs:
         workflow = run.get("metadata", {}).get("graph_id") or run.get("assistant_id", "")
         table.add_row(run["run_id"], str(workflow), run["status"], run["created_at"], run["thread_id"])
-    Console().print(table)
+    print_table(table)
 
 
 async def _one(url: str, run_id: str) -> dict[str, Any]:

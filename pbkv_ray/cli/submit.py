@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from pbkv_ray.cli.client import DEFAULT_URL, Url, connect, explained
-from pbkv_ray.cli.report import RunReport, as_table, report_run
+from pbkv_ray.cli.report import RunReport, as_table, print_table, report_run
 from pbkv_ray.errors import InputError
 
 Job = tuple[str, dict[str, Any]]  # workflow, input
@@ -38,7 +38,7 @@ def submit(
         json.dump({"runs": [run.as_json() for run in reports]}, sys.stdout, indent=1)
         print()
     else:
-        Console().print(as_table(reports))
+        print_table(as_table(reports))
     if any(run.status != "success" for run in reports):
         raise typer.Exit(1)
 

@@ -24,8 +24,10 @@ from pbkv_ray.core.events import (
     Batch,
     CallFinished,
     CallStarted,
+    CallState,
     Event,
     Outcome,
+    Reforecast,
     ReplicaJoined,
     ReplicaLeft,
     Residency,
@@ -34,7 +36,7 @@ from pbkv_ray.core.events import (
     Tick,
     ToolWaiting,
 )
-from pbkv_ray.core.forecast import Predictor
+from pbkv_ray.core.forecast import Guarded, Predictor
 from pbkv_ray.core.runs import Run, RunTable
 
 MAX_SOURCES = 4_096
@@ -61,11 +63,12 @@ class Replica:
 class Controller:
     def __init__(self, options: ControllerOptions, predictor: Predictor) -> None:
         self._options = options
-        self._predictor = predictor
+        self.counts: Counter[str] = Counter()
+        self._predictor = Guarded(predictor, self.counts)
+        self.listeners: list[Callable[[Event], None]] = []  # told of every event that is new, once it is handled
         self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
-        self.counts: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[Any], list[Action]]] = {
             RunStarted: self._run_started,
             AgentEntered: self._agent_entered,
@@ -73,6 +76,8 @@ class Controller:
             ToolWaiting: self._tool_waiting,
             CallStarted: self._call_started,
             CallFinished: self._call_finished,
+            CallState: lambda event: [],
+            Reforecast: self._reforecast,
             RunEnded: self._run_ended,
             ReplicaJoined: self._replica_joined,
             ReplicaLeft: self._replica_left,
@@ -103,6 +108,11 @@ class Controller:
             if run_id is not None and not self._acceptable(run_id, event):
                 continue
             actions += self._handlers[type(event)](event)
+            for listener in self.listeners:
+                try:
+                    listener(event)
+                except Exception:
+                    self.counts["listener_errors"] += 1
         for run in self.runs.overflow():
             self.counts["runs_displaced"] += 1
             actions += self._end(run.run_id, "expired", run.seen_s)
@@ -155,7 +165,7 @@ class Controller:
         run = self.runs.end(run_id, outcome, at_s)
         self.counts[f"runs_{outcome}"] += 1
         if run is not None and outcome == "completed" and run.history:
-            self._predictor.observe(run.workflow, tuple(run.history), None)
+            self._predictor.observe(run.workflow, tuple(run.history), None, run_id)
         # Also when the run was unknown: an engine may still hold its nodes from before a restart.
         return [RetireRun(run_id, at_s)]
 
@@ -167,7 +177,7 @@ class Controller:
         if len(run.calls) < self._options.max_agents_per_run:
             run.calls[event.call_id] = event.agent, event.step
         self.counts["calls_started"] += 1
-        self._predictor.observe(run.workflow, tuple(run.history), event.agent)
+        self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id)
         if run.called_s is not None:
             self._predictor.observe_wait(
                 run.workflow, run.history[-1], event.agent, max(0.0, event.at_s - run.called_s)
@@ -202,6 +212,14 @@ class Controller:
             return []
         run.version += 1
         return [PublishForecast(run.run_id, run.version, forecast, at_s)]
+
+    def _reforecast(self, event: Reforecast) -> list[Action]:
+        run = self.runs.get(event.run_id)
+        if run is None or len(run.history) != event.calls:
+            self.counts["forecasts_late"] += 1
+            return []
+        run.version += 1
+        return [PublishForecast(run.run_id, run.version, event.forecast, event.at_s)]
 
     # Replicas.
 

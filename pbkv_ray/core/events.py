@@ -6,6 +6,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from pbkv_ray.core.forecast import Forecast
+
 Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]
 
 
@@ -75,6 +80,29 @@ class CallFinished:
     replica: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CallState:
+    """What the engine held inside a call: the hidden state [hidden size] of its last prefill token ("prefill") or of
+    its last decoded one ("decode"). With "prefill" also `blocks`: prefix-chained hashes of the prompt's full blocks
+    (core.ghost.block_hashes)."""
+
+    call_id: str
+    signal: Literal["prefill", "decode"]
+    vector: npt.NDArray[np.float16]
+    blocks: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reforecast:
+    """A better forecast than the one at the start of the call, made off the loop; `calls`: how many the run had made
+    then. One that comes after the run's next call is too late."""
+
+    run_id: str
+    calls: int
+    forecast: Forecast
+    at_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class RunEnded:
     run_id: str
@@ -120,6 +148,8 @@ Event = (
     | ToolWaiting
     | CallStarted
     | CallFinished
+    | CallState
+    | Reforecast
     | RunEnded
     | ReplicaJoined
     | ReplicaLeft

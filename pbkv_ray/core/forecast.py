@@ -1,13 +1,15 @@
 """Forecasts: which agents a run calls in its next K steps, and what that makes of an agent's value."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,17 +37,56 @@ class Forecast:
         return np.asarray(gamma ** np.arange(len(mass)) @ mass)
 
 
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """What is known of a run's last call, beyond its agent. `hidden`: signal name -> [width]."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    hidden: Mapping[str, npt.NDArray[np.floating]] = field(default_factory=dict)
+
+
 class Predictor(Protocol):
     """Learns from the calls of runs, and forecasts. `history` is the run's agents so far, oldest first."""
 
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         """The workflow's graph: what there is to go by before the first observation. Idempotent."""
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None) -> None:
-        """After `history` the run called `following`, or ended (None)."""
+    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
+        """After `history` the run called `following`, or ended (None). `run_id`: whose forecasts it judges."""
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         """A call of `following` started so long after its run's call of `agent` had."""
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         """None when nothing is known: the engine then keeps to recency."""
+
+
+class Guarded:
+    """A predictor that may raise, as one that does not: it then has learned nothing, or knows nothing.
+
+    `counts["predictor_errors"]` says how often.
+    """
+
+    def __init__(self, predictor: Predictor, counts: Counter[str]) -> None:
+        self._predictor = predictor
+        self._counts = counts
+
+    def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
+        self._try(lambda: self._predictor.prior(workflow, agents, edges))
+
+    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
+        self._try(lambda: self._predictor.observe(workflow, history, following, run_id))
+
+    def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
+        self._try(lambda: self._predictor.observe_wait(workflow, agent, following, seconds))
+
+    def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
+        return self._try(lambda: self._predictor.forecast(workflow, history, horizon))
+
+    def _try(self, ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except Exception:
+            self._counts["predictor_errors"] += 1
+            return None

@@ -1,14 +1,21 @@
-"""Forecasts of many runs off the event loop: the newest request of each run, in batches, in one thread."""
+"""Forecasts of many runs off the event loop: the newest request of each run, in batches, one thread at a time."""
 
 import asyncio
+import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from pbkv_ray.core.forecast import Forecast
-from pbkv_ray.predict.serving import CallFacts, ModelFolder, Served
+from pbkv_ray.core.forecast import CallFacts, Forecast
+from pbkv_ray.predict.serving import ModelFolder, Served
 
 Deliver = Callable[[str, tuple[str, ...], Forecast], None]  # run_id, the history that was asked about, the answer
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +26,9 @@ class _Asked:
 
 
 class Background:
-    """`submit` never waits. `deliver` is called on the event loop that runs `run`; a run that moved on while its
-    forecast was made gets that one too, and the next one after it: compare `history`."""
+    """`submit` never waits. `deliver` is called on the event loop that runs `run`, only with what is better than the
+    counts alone; a run that moved on while its forecast was made gets that one too, and the next one after it:
+    compare `history`."""
 
     def __init__(
         self, served: Served, deliver: Deliver, horizon: int = 10, batch: int = 64, max_waiting: int = 4_096
@@ -50,15 +58,21 @@ class Background:
             if not batch:
                 self._news.clear()
                 continue
-            for run_id, history, forecast in await asyncio.to_thread(self._answer, batch):
-                self.counters["delivered"] += 1
-                self._deliver(run_id, history, forecast)
+            try:
+                await self._answer(batch)
+            except Exception:
+                self.counters["errors"] += 1
+                logger.exception("a batch of forecasts failed")
 
     async def watch(self, models: ModelFolder, every_s: float = 10.0) -> None:
         """Until cancelled: put new and changed models into service."""
         while True:
-            for workflow, net in (await asyncio.to_thread(models.fresh)).items():
-                self._served.install(workflow, net)
+            try:
+                for workflow, net in (await asyncio.to_thread(models.fresh)).items():
+                    self._served.install(workflow, net)
+            except Exception:
+                self.counters["errors"] += 1
+                logger.exception("the models cannot be read")
             await asyncio.sleep(every_s)
 
     def _take(self) -> list[tuple[str, _Asked]]:
@@ -71,13 +85,48 @@ class Background:
             del self._waiting[run_id]
         return taken
 
-    def _answer(self, batch: Sequence[tuple[str, _Asked]]) -> list[tuple[str, tuple[str, ...], Forecast]]:
+    async def _answer(self, batch: Sequence[tuple[str, _Asked]]) -> None:
         asked = [one for _, one in batch]
-        forecasts = self._served.forecasts(
-            asked[0].workflow, [one.history for one in asked], self._horizon, [one.call for one in asked]
+        job = self._served.begin(
+            asked[0].workflow,
+            [one.history for one in asked],
+            self._horizon,
+            [one.call for one in asked],
+            [run_id for run_id, _ in batch],
         )
-        return [
-            (run_id, one.history, forecast)
-            for (run_id, one), forecast in zip(batch, forecasts, strict=True)
-            if forecast is not None
-        ]
+        if job is None:
+            return
+        try:
+            together, seconds = await asyncio.wait_for(_in_thread(job.run), self._served.options.stuck_s)
+        except TimeoutError:
+            self._served.drop(job, "net_stuck")
+            return
+        except Exception:
+            self._served.drop(job, "net_errors")
+            logger.exception("the net of %s failed and is out of service", job.workflow)
+            return
+        for (run_id, one), forecast in zip(batch, self._served.finish(job, together, seconds), strict=True):
+            if forecast is not None:
+                self.counters["delivered"] += 1
+                self._deliver(run_id, one.history, forecast)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """`work` on a daemon thread of its own: one that never comes back must not keep a pool, or the process, busy."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(tell: Callable[[], None]) -> None:
+        if not answer.done():
+            tell()
+
+    def work_and_tell() -> None:
+        try:
+            tell = partial(answer.set_result, work())
+        except Exception as error:
+            tell = partial(answer.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, tell)
+
+    threading.Thread(target=work_and_tell, name="pbkv-net", daemon=True).start()
+    return await answer

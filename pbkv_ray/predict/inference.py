@@ -87,6 +87,10 @@ class ServedNet:
             state = np.maximum(passed + own + self.tensors[f"{layer}.lin_rel.bias"], 0)
         return np.asarray(state, np.float32)
 
+    def widths(self) -> dict[str, int]:
+        """Signal -> width of the hidden states that it was trained on."""
+        return {name: self.tensors[f"text.{name}.0.weight"].shape[0] for name in self.signals}
+
     def forecast(
         self, states: Floats, paths: Sequence[PathFeatures], hidden: Sequence[Mapping[str, Floats]] = ()
     ) -> Array:

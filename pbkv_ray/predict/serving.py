@@ -1,24 +1,28 @@
 """Forecasts in service: counts from the first run on, and a trained net for as long as it is measurably better.
 
 `Served` is a `core.forecast.Predictor`. A net that is wrong, slow, broken or absent leaves the counts in charge.
+
+An event loop asks `at_once`, which never waits for a net: `begin` makes a `Job`, `Job.run` may take its time on another
+thread (`predict.background`), and `finish` takes its answer in on the loop. `forecasts` does all three in one.
 """
 
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
-from pbkv_ray.core.forecast import Array, Forecast
+from pbkv_ray.core.forecast import Array, CallFacts, Forecast, Predictor
 from pbkv_ray.errors import ConfigError, InputError
 from pbkv_ray.predict.calibration import expand, mix
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.predict.features import Floats, PathFeatures
 from pbkv_ray.predict.inference import ServedNet
+
+__all__ = ["CallFacts", "Gate", "Job", "ModelFolder", "Served", "ServingOptions"]
 
 _LEAST = 1e-6
 
@@ -30,21 +34,13 @@ class ServingOptions:
     least: int = 50  # judged answers before a net may join
     margin: float = 0.005  # nats per answer by which a net must be better to join, or worse to leave
     slow_s: float = 0.02  # mean time of a batch in the net beyond which it leaves
+    stuck_s: float = 2.0  # a batch that takes so long is given up, and its net with it
     max_remembered: int = 8_192  # per workflow: forecasts kept until they can be judged, and paths
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"ServingOptions.{name} is {getattr(self, name)}; it must be above zero")
-
-
-@dataclass(frozen=True, slots=True)
-class CallFacts:
-    """What is known of a run's last call, beyond its agent. `hidden`: signal name -> [width]."""
-
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    hidden: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,38 +74,59 @@ class _Given:
     net: Array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One batch for the net of one workflow. `run` reads nothing that the loop writes; one job of a workflow at a
+    time."""
+
+    workflow: str
+    desk: "_Desk"
+    runs: Sequence[str]
+    histories: Sequence[tuple[str, ...]]
+    plain: Sequence[Forecast]
+    work: Callable[[], Array]
+
+    def run(self) -> tuple[Array, float]:
+        """([runs, K, agents + 1] counts and net together, seconds it took). Raises what a broken net raises."""
+        started = perf_counter()
+        return self.work(), perf_counter() - started
+
+
 class Served:
-    """Thread-safe: one lock, held for a batch at most. `counters` counts what happened, for metrics."""
+    """All methods belong to one thread, that of the event loop. `counters` counts what happened, for metrics."""
 
     def __init__(self, counts: VariableOrderCounts | None = None, options: ServingOptions | None = None) -> None:
         self.counts = counts or VariableOrderCounts()
         self.options = options or ServingOptions()
         self.counters: Counter[str] = Counter()
+        self.at_once: Predictor = _AtOnce(self)
         self._desks: dict[str, _Desk] = {}
-        self._lock = threading.RLock()
 
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
-        with self._lock:
-            self.counts.prior(workflow, agents, edges)
+        self.counts.prior(workflow, agents, edges)
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
-        with self._lock:
-            self.counts.observe_wait(workflow, agent, following, seconds)
+        self.counts.observe_wait(workflow, agent, following, seconds)
 
     def install(self, workflow: str, net: ServedNet | None) -> None:
         """Replace the net of `workflow`; a new one has to prove itself again. None leaves the counts alone."""
-        with self._lock:
-            self._desks.pop(workflow, None)
-            if net is not None:
-                self._desks[workflow] = _Desk(net, self.options)
-                self.counters["nets_installed"] += 1
+        self._desks.pop(workflow, None)
+        if net is None:
+            return
+        try:
+            self._desks[workflow] = _Desk(net, self.options)
+            self.counters["nets_installed"] += 1
+        except Exception:
+            self.counters["net_errors"] += 1
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None) -> None:
-        with self._lock:
-            desk = self._desks.get(workflow)
-            if desk is not None:
-                desk.judge(tuple(history), following)
-            self.counts.observe(workflow, history, following)
+    def has_net(self, workflow: str) -> bool:
+        return workflow in self._desks
+
+    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
+        desk = self._desks.get(workflow)
+        if desk is not None:
+            desk.judge(run_id, tuple(history), following)
+        self.counts.observe(workflow, history, following)
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         return self.forecasts(workflow, [history], horizon)[0]
@@ -120,88 +137,163 @@ class Served:
         histories: Sequence[Sequence[str]],
         horizon: int,
         calls: Sequence[CallFacts | None] = (),
+        runs: Sequence[str] = (),
     ) -> list[Forecast | None]:
-        """One forecast per history; `calls` tells more about each one's last call, where it is known."""
-        with self._lock:
+        """One forecast per history; `calls` tells more about each one's last call, where it is known, `runs` whose
+        they are: without it runs of the same history are taken for the same."""
+        job = self.begin(workflow, histories, horizon, calls, runs)
+        better: Sequence[Forecast | None] = [None] * len(histories)
+        if job is None:
             plain = self.counts.forecasts(workflow, histories, horizon)
-            desk = self._desks.get(workflow)
-            if desk is None or plain[0] is None or not all(histories):
-                self.counters["forecasts_counts"] += len(plain)
-                return plain
-            started = perf_counter()
+        else:
+            plain = list(job.plain)
             try:
-                desk.place(plain[0].agents, partial(self.counts.transitions, workflow))
-                mixed = desk.mixed(histories, [f for f in plain if f is not None], calls)
+                better = self.finish(job, *job.run())
             except Exception:
-                # Whatever is wrong with a net, its workflow has counts.
-                self.counters["net_errors"] += 1
-                del self._desks[workflow]
-                return plain
-            desk.took(perf_counter() - started)
-            if desk.slow():
-                self.counters["net_slow"] += 1
-                del self._desks[workflow]
-                return plain
-            self.counters["forecasts_net" if desk.gate.open else "forecasts_counts"] += len(plain)
-            return list(mixed) if desk.gate.open else plain
+                self.drop(job, "net_errors")
+        self.counters["forecasts_counts"] += sum(one is None for one in better)
+        return [one or other for one, other in zip(better, plain, strict=True)]
+
+    def begin(
+        self,
+        workflow: str,
+        histories: Sequence[Sequence[str]],
+        horizon: int,
+        calls: Sequence[CallFacts | None] = (),
+        runs: Sequence[str] = (),
+    ) -> Job | None:
+        """None when counts are all there is."""
+        desk = self._desks.get(workflow)
+        if desk is None or not all(histories):
+            return None
+        plain = [one for one in self.counts.forecasts(workflow, histories, horizon) if one is not None]
+        if len(plain) != len(histories):
+            return None
+        own = [tuple(history) for history in histories]
+        try:
+            work = desk.work(own, plain, list(calls), partial(self.counts.transitions, workflow))
+        except Exception:
+            self._drop(workflow, desk, "net_errors")
+            return None
+        return Job(workflow, desk, list(runs) or [""] * len(own), own, plain, work)
+
+    def finish(self, job: Job, together: Array, seconds: float) -> list[Forecast | None]:
+        """What `job.run` answered; None where counts serve, because the gate is closed or the net is unfit."""
+        nothing: list[Forecast | None] = [None] * len(job.plain)
+        if not np.isfinite(together).all():
+            self.drop(job, "net_errors")
+            return nothing
+        job.desk.took(seconds)
+        if job.desk.slow():
+            self.drop(job, "net_slow")
+            return nothing
+        job.desk.remember(job.runs, job.histories, job.plain, together)
+        if not job.desk.gate.open or self._desks.get(job.workflow) is not job.desk:
+            return nothing
+        self.counters["forecasts_net"] += len(job.plain)
+        return [Forecast(one.agents, step, one.wait_s) for one, step in zip(job.plain, together, strict=True)]
+
+    def drop(self, job: Job, why: str) -> None:
+        """The net of `job` answers no more, until a new one is installed; counted as `why`."""
+        self._drop(job.workflow, job.desk, why)
+
+    def _drop(self, workflow: str, desk: "_Desk", why: str) -> None:
+        self.counters[why] += 1
+        if self._desks.get(workflow) is desk:
+            del self._desks[workflow]
 
     def gates(self) -> dict[str, Gate]:
         """The gate of each workflow that has a net, for metrics."""
-        with self._lock:
-            return {workflow: desk.gate for workflow, desk in self._desks.items()}
+        return {workflow: desk.gate for workflow, desk in self._desks.items()}
+
+
+class _AtOnce:
+    """`Served` without waiting: it learns and judges, and forecasts by counts."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.prior = served.prior
+        self.observe = served.observe
+        self.observe_wait = served.observe_wait
+
+    def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
+        self._served.counters["forecasts_counts"] += 1
+        return self._served.counts.forecast(workflow, history, horizon)
 
 
 class _Desk:
-    """The net of one workflow at work, and its gate."""
+    """The net of one workflow at work, and its gate. `_paths` belongs to the job that runs, the rest to the loop."""
 
     def __init__(self, net: ServedNet, options: ServingOptions) -> None:
         self.gate = Gate(options)
         self._net = net
         self._options = options
-        self._agents: tuple[str, ...] = ()
         self._added: tuple[str, ...] = ()
         self._states = net.states((), {})
         self._paths: OrderedDict[tuple[str, ...], PathFeatures] = OrderedDict()
-        self._given: OrderedDict[tuple[str, ...], _Given] = OrderedDict()
+        self._given: OrderedDict[tuple[str, tuple[str, ...]], _Given] = OrderedDict()
         self._mean_s = 0.0
         self._batches = 0
 
-    def place(self, agents: tuple[str, ...], transitions: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Give agents that the net has never seen their place in the graph, and renew it now and then."""
+    def work(
+        self,
+        histories: Sequence[tuple[str, ...]],
+        plain: Sequence[Forecast],
+        calls: Sequence[CallFacts | None],
+        transitions: Callable[[], Mapping[str, Mapping[str, float]]],
+    ) -> Callable[[], Array]:
+        """The net's part of a batch, bound to what it needs as it is now."""
+        agents = plain[0].agents
         added = tuple(agent for agent in agents if agent not in self._net.agents)
+        # Agents that the net has never seen get their place in the graph, which is renewed now and then.
         if added and (added != self._added or self._batches % 256 == 0):
             self._states = self._net.states(added, transitions())
-        self._agents, self._added = agents, added
+        self._added = added
+        columns = (*self._net.agents, *added)
+        return partial(self._mixed, self._states, columns, agents, histories, [one.step for one in plain], calls)
 
-    def mixed(
-        self, histories: Sequence[Sequence[str]], plain: Sequence[Forecast], calls: Sequence[CallFacts | None]
-    ) -> list[Forecast]:
-        paths = [self._path(tuple(history)) for history in histories]
+    def _mixed(
+        self,
+        states: Floats,
+        columns: tuple[str, ...],
+        agents: tuple[str, ...],
+        histories: Sequence[tuple[str, ...]],
+        counts: Sequence[Array],
+        calls: Sequence[CallFacts | None],
+    ) -> Array:
+        paths = [self._path(history) for history in histories]
         for i, facts in enumerate(calls):
             if facts is not None:
                 paths[i] = paths[i].copy()
                 paths[i].correct(facts.prompt_tokens, facts.output_tokens)
-        hidden = [facts.hidden if facts else {} for facts in calls]
-        own = self._net.forecast(self._states, paths, hidden)
-        own = expand(own, (*self._net.agents, *self._added), self._agents)
-        steps = min(own.shape[1], len(plain[0].step))
-        counted = np.stack([forecast.step for forecast in plain])
-        together = counted.copy()
-        together[:, :steps] = mix(counted[:, :steps], own[:, :steps], self._net.mixture[:steps])
-        if not np.isfinite(together).all():
-            raise InputError("a net forecast numbers that are not finite; train it again")
+        hidden = [{} if facts is None else self._fitting(facts) for facts in calls]
+        own = expand(self._net.forecast(states, paths, hidden), columns, agents)
+        together = np.stack(counts)
+        steps = min(own.shape[1], together.shape[1])
+        together[:, :steps] = mix(together[:, :steps], own[:, :steps], self._net.mixture[:steps])
+        return together
+
+    def _fitting(self, facts: CallFacts) -> dict[str, Floats]:
+        """Signals of the width that the net was trained on: another model may be served by now."""
+        widths = self._net.widths()
+        return {
+            name: np.asarray(value, np.float32)
+            for name, value in facts.hidden.items()
+            if widths.get(name) == value.shape[-1]
+        }
+
+    def remember(
+        self, runs: Sequence[str], histories: Sequence[tuple[str, ...]], plain: Sequence[Forecast], together: Array
+    ) -> None:
         judged = self._options.judged_steps
-        for history, one, both in zip(histories, counted, together, strict=True):
-            self._given[tuple(history)] = _Given(self._agents, one[:judged], both[:judged])
+        for run, history, one, both in zip(runs, histories, plain, together, strict=True):
+            self._given[run, history] = _Given(one.agents, one.step[:judged], both[:judged])
         while len(self._given) > self._options.max_remembered:
             self._given.popitem(last=False)
-        return [
-            Forecast(forecast.agents, step, forecast.wait_s) for forecast, step in zip(plain, together, strict=True)
-        ]
 
-    def judge(self, history: tuple[str, ...], following: str | None) -> None:
+    def judge(self, run: str, history: tuple[str, ...], following: str | None) -> None:
         for k in range(min(self._options.judged_steps, len(history))):
-            given = self._given.get(history[: len(history) - k])
+            given = self._given.get((run, history[: len(history) - k]))
             if given is None or k >= len(given.counts):
                 continue
             if following is not None and following not in given.agents:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,25 +152,135 @@ def test_a_new_model_folder_is_taken_and_a_broken_one_reported(tmp_path: Path) -
     assert models.fresh() == {}, "it is not tried again until it changes"
 
 
+class Answers:
+    """What a Background delivered; `until(run_id)` waits for it."""
+
+    def __init__(self, served: Served, **options: int) -> None:
+        self.got: list[tuple[str, tuple[str, ...], float]] = []
+        self._news = asyncio.Event()
+        self.background = Background(served, self._deliver, **options)
+
+    def _deliver(self, run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
+        self.got.append((run_id, history, round(float(forecast.step[0, forecast.agents.index("x")]), 1)))
+        self._news.set()
+
+    async def until(self, run_id: str) -> None:
+        while not any(got[0] == run_id for got in self.got):
+            await asyncio.wait_for(self._news.wait(), 10)
+            self._news.clear()
+
+
+def with_open_gate(tell: object, workflow: str = "swe", **options: float) -> Served:
+    served = Served(options=ServingOptions(**options))  # type: ignore[arg-type]
+    for i in range(3):
+        served.observe(workflow, "axy"[:i], "axy"[i])
+    served.install(workflow, net(tell))
+    served.gates()[workflow].open = True
+    return served
+
+
 async def test_the_newest_request_of_each_run_is_answered_off_the_event_loop() -> None:
-    served = Served()
-    live(served, *["axy"] * 10)
-    got: list[tuple[str, tuple[str, ...]]] = []
-    done = asyncio.Event()
-
-    def deliver(run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
-        got.append((run_id, history))
-        if run_id == "last":
-            done.set()
-
-    background = Background(served, deliver, batch=2, max_waiting=3)
+    served = with_open_gate(lambda paths: [[0, 1, 0, 0]] * len(paths))
+    answers = Answers(served, batch=2, max_waiting=3)
+    background = answers.background
     background.submit("lost", "swe", "a")
     background.submit("one", "swe", "a")
     background.submit("one", "swe", "ax")
     background.submit("unknown", "hover", "a")
     background.submit("last", "swe", "a")
     task = asyncio.create_task(background.run())
-    await asyncio.wait_for(done.wait(), 10)
+    await answers.until("last")
     task.cancel()
-    assert got == [("one", ("a", "x")), ("last", ("a",))]
+    assert answers.got == [("one", ("a", "x"), 0.9), ("last", ("a",), 0.9)]
     assert background.counters == {"dropped": 1, "delivered": 2}
+
+
+async def test_counts_are_not_delivered_a_second_time() -> None:
+    served = with_open_gate(lambda paths: [[0, 1, 0, 0]] * len(paths))
+    served.gates()["swe"].open = False
+    job = served.begin("swe", ["a"], 10)
+    assert job is not None
+    assert served.finish(job, *job.run()) == [None]
+
+
+async def test_a_net_that_hangs_holds_up_neither_the_loop_nor_other_workflows() -> None:
+    released = threading.Event()
+
+    def hangs(paths: Sequence[PathFeatures]) -> list[list[float]]:
+        released.wait(30)
+        return [[0, 1, 0, 0]] * len(paths)
+
+    served = with_open_gate(hangs, stuck_s=0.01)
+    for i in range(3):
+        served.observe("hover", "axy"[:i], "axy"[i])
+    served.install("hover", net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
+    served.gates()["hover"].open = True
+    answers = Answers(served)
+    answers.background.submit("stuck", "swe", "a")
+    answers.background.submit("free", "hover", "a")
+    task = asyncio.create_task(answers.background.run())
+    await answers.until("free")
+    task.cancel()
+    released.set()
+    assert answers.got == [("free", ("a",), 0.9)]
+    assert served.counters["net_stuck"] == 1
+    assert list(served.gates()) == ["hover"], "the net that hung is out of service"
+
+
+async def test_a_net_that_raises_or_lies_in_its_thread_is_dropped_and_the_next_batch_goes_on() -> None:
+    def breaks(_: object) -> list[list[float]]:
+        raise ZeroDivisionError
+
+    for tell in (breaks, lambda paths: [[0, float("nan"), 0, 0]] * len(paths)):
+        served = with_open_gate(tell)
+        for i in range(3):
+            served.observe("hover", "axy"[:i], "axy"[i])
+        served.install("hover", net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
+        served.gates()["hover"].open = True
+        answers = Answers(served)
+        answers.background.submit("one", "swe", "a")
+        answers.background.submit("two", "hover", "a")
+        task = asyncio.create_task(answers.background.run())
+        await answers.until("two")
+        task.cancel()
+        assert served.counters["net_errors"] == 1
+        assert list(served.gates()) == ["hover"]
+
+
+async def test_what_hears_the_answers_may_fail_and_the_next_batch_goes_on() -> None:
+    served = with_open_gate(lambda paths: [[0, 1, 0, 0]] * len(paths))
+    heard = asyncio.Event()
+
+    def deliver(run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
+        if run_id == "one":
+            raise ZeroDivisionError
+        heard.set()
+
+    background = Background(served, deliver, batch=1)
+    background.submit("one", "swe", "a")
+    background.submit("two", "swe", "a")
+    task = asyncio.create_task(background.run())
+    await asyncio.wait_for(heard.wait(), 10)
+    task.cancel()
+    assert background.counters["errors"] == 1
+
+
+def test_each_run_is_judged_by_its_own_forecast() -> None:
+    """Two runs with the same path so far: what the net said of one says nothing about the other."""
+
+    def tell(paths: Sequence[PathFeatures]) -> list[list[float]]:
+        # The token counts tell the two apart: 100 is followed by x, 200 by y.
+        known = [path.vector()[-3] for path in paths]
+        return [[0, 0.99, 0.01, 0] if value < np.log(150) / 8 else [0, 0.01, 0.99, 0] for value in known]
+
+    served = with_open_gate(tell, least=1, memory=1e9)
+    served.gates()["swe"].open = False
+    for turn in range(20):
+        runs = [f"x{turn}", f"y{turn}"]
+        facts = [CallFacts(prompt_tokens=100), CallFacts(prompt_tokens=200)]
+        served.forecasts("swe", ["a", "a"], 10, facts, runs)
+        served.observe("swe", "a", "x", runs[0])
+        served.observe("swe", "a", "y", runs[1])
+    gate = served.gates()["swe"]
+    assert gate.judged == 40
+    assert gate.open and gate.net > -0.2 > gate.counts

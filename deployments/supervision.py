@@ -18,15 +18,16 @@ from deployments.recorder import Backoff, Recorder, RunLog
 from deployments.runner_metrics import RunnerMetrics
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.events import Event, Outcome, RunEnded
-from pbkv_ray.errors import StoreError
+from pbkv_ray.errors import EngineLostError, StoreError
 from pbkv_ray.graph.callback import LifecycleCallback
 from pbkv_ray.store import Ending, RunRow, Store
 
 logger = logging.getLogger(__name__)
 
 Reason = Literal["interrupt", "rollback", "timeout", "shutdown", "lost", "broken", "retry"]
-# The database is away, the graph is not at fault: the run is tried again.
-AWAY = (StoreError, *SAVER_AWAY)
+# The database is away, or an engine died in the middle of an answer; the graph is not at fault: the run is tried again,
+# from its checkpoint.
+AWAY = (StoreError, EngineLostError, *SAVER_AWAY)
 
 
 @dataclass(slots=True, eq=False)

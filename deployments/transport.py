@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pbkv_ray.core.calls import Call, Caller, Chunk
-from pbkv_ray.errors import EngineError, PbkvError, UnavailableError
+from pbkv_ray.errors import EngineError, EngineLostError, PbkvError, UnavailableError
 
 Json = dict[str, Any]
 
@@ -102,7 +102,8 @@ def translated(error: BaseException, part: str = "engine") -> PbkvError:
         return type(cause)(*cause.args)
     if isinstance(cause, BackPressureError):
         return UnavailableError(f"the {part} has no room: {cause}; try again later")
-    kind = EngineError if part == "engine" else UnavailableError
     if replica_died(cause):
-        return kind(f"the {part}'s replica died during the call ({type(cause).__name__}); try again")
+        lost = EngineLostError if part == "engine" else UnavailableError
+        return lost(f"the {part}'s replica died during the call ({type(cause).__name__}); try again")
+    kind = EngineError if part == "engine" else UnavailableError
     return kind(f"the {part} failed: {type(cause).__name__}: {cause}")

@@ -41,6 +41,10 @@ class EngineError(UnavailableError):
     """The SGLang engine failed or answered an error."""
 
 
+class EngineLostError(EngineError):
+    """The engine or its replica died during the call: the same question may be asked again, of another."""
+
+
 class SetupError(PbkvError):
     """Something that this machine must provide (a download, a tool, a permission) is missing."""
 

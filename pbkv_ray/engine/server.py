@@ -27,7 +27,7 @@ from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.orphans import mark_parent
 from pbkv_ray.engine.policies import STOCK, RadixOptions
 from pbkv_ray.engine.process import EngineProcesses
-from pbkv_ray.errors import EngineError, InputError
+from pbkv_ray.errors import EngineError, EngineLostError, InputError
 
 HEALTH_POLL_S = 0.05
 DEATH_NOTICE_S = 1.0  # for the errors of the calls in flight to leave the process before it may end
@@ -232,7 +232,7 @@ class EngineServer:
     def enter(self) -> None:
         """Called at the start of every request: the engine must live, and the loop must be the first one."""
         if self._processes.dead is not None:
-            raise EngineError(f"the engine of replica {self.replica} is dead: {self._processes.dead}")
+            raise EngineLostError(f"the engine of replica {self.replica} is dead: {self._processes.dead}")
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -306,7 +306,7 @@ class EngineServer:
         if self._on_death is not None:
             asyncio.get_running_loop().call_later(DEATH_NOTICE_S, self._on_death, reason)
         for rid, state in list(self.manager.rid_to_state.items()):
-            finish = {"type": "abort", "message": f"the engine died: {reason}", "status_code": 503}
+            finish = {"type": "abort", "message": f"the engine died: {reason}", "status_code": 503, "lost": True}
             state.finished = True
             state.out_list.append({"text": "", "output_ids": [], "meta_info": {"id": rid, "finish_reason": finish}})
             state.event.set()
@@ -332,7 +332,7 @@ async def _translated(outputs: Outputs) -> Outputs:
                 finish = output["meta_info"]["finish_reason"] or {}
                 status = finish.get("status_code")
                 if status is not None and int(status) >= 400:
-                    kind = InputError if int(status) < 500 else EngineError
+                    kind = EngineLostError if finish.get("lost") else InputError if int(status) < 500 else EngineError
                     raise kind(f"SGLang ended the request: {finish.get('message')}")
                 yield output
     except ValueError as error:

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from pbkv_ray.core.events import RunEnded, RunStarted
-from pbkv_ray.errors import StoreError
+from pbkv_ray.errors import EngineLostError, StoreError
 from pbkv_ray.store import Ending, NewRun
 from tests.shells.runner_kit import QUICK, FakeTransport, Kit, request
 from tests.shells.store_urls import BACKENDS, fresh_database
@@ -218,6 +218,24 @@ async def test_a_run_outlasts_a_database_that_is_away_for_a_while(kit, monkeypat
     assert outcomes == ["completed"], "the controller hears of one end"
     assert (of_put, of_append) == ([], [])
     assert "pbkv_store_errors_total 2.0" in runner.metrics_text()
+
+
+async def test_an_engine_that_dies_in_an_answer_costs_the_run_that_step_only(kit, monkeypatch):
+    stream, deaths = kit.transport.stream, [None, EngineLostError("the engine's replica died during the call")]
+
+    async def dying(call):
+        async for chunk in stream(call):
+            if deaths and (death := deaths.pop(0)) is not None:
+                raise death
+            yield chunk
+
+    monkeypatch.setattr(kit.transport, "stream", dying)
+    runner = await kit.runner()
+    run = await runner.create_run(request("hello"))
+    assert (await runner.wait_run(None, run["run_id"]))["said"] == ["plan:plan", "write:hello"]
+    assert kit.transport.agents == ["plan", "write", "write"], "plan is not done again"
+    assert await attempts(runner, run["run_id"]) == [1, 2]
+    assert [event.outcome for event in kit.emitted if isinstance(event, RunEnded)] == ["completed"]
 
 
 async def test_a_run_whose_database_stays_away_fails_in_the_end(kit, monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from pbkv_ray.config import ControllerOptions
+from pbkv_ray.control.desk import RoutingDesk
 from pbkv_ray.core.actions import Action
 from pbkv_ray.core.controller import Controller
 from pbkv_ray.core.events import Batch, ReplicaJoined, ReplicaLeft, Residency, Tick
@@ -26,12 +27,13 @@ TICK_S = 1.0
 SILENT_REPLICA_S = 30.0
 
 
-class ControllerHost:
+class ControllerHost(RoutingDesk):
     """Plain class, all methods async, one event loop: no lock is needed."""
 
     def __init__(self, options: ControllerOptions) -> None:
         self.epoch = uuid.uuid4().hex[:12]
         self._controller = Controller(options, VariableOrderCounts())
+        self._open_desk(self._controller, options.max_runs)
         self._outboxes: dict[str, Outbox] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._counts: Counter[str] = Counter()
@@ -96,6 +98,20 @@ class ControllerHost:
             for run in shown
         ]
 
+    async def replicas(self) -> dict[str, dict[str, Any]]:
+        """Replica -> what it is credited with: runs held, device and host tokens, tokens queued for prefill."""
+        return {
+            replica: {
+                "epoch": known.epoch,
+                "seen_s": known.seen_s,
+                "runs": len(known.tokens),
+                "device_tokens": sum(device for device, _ in known.tokens.values()),
+                "host_tokens": sum(host for _, host in known.tokens.values()),
+                "queued_prefill_tokens": known.queued_prefill_tokens,
+            }
+            for replica, known in self._controller.replicas.items()
+        }
+
     async def outcome(self, run_id: str) -> str | None:
         """How the run ended, "running" if it has not, or None when it is not known (any more)."""
         if self._controller.runs.get(run_id) is not None:
@@ -107,6 +123,7 @@ class ControllerHost:
         return {
             **self._controller.counts,
             **self._counts,
+            **self._placing.routes.counts,
             "runs_active": len(self._controller.runs),
             "replicas": len(self._controller.replicas),
             "hints_waiting": sum(map(len, self._outboxes.values())),
@@ -118,6 +135,7 @@ class ControllerHost:
         self._news.pop(replica, None)
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        self._routes_follow(actions)
         for action in actions:
             self._counts[f"action_{type(action).__name__}"] += 1
             for replica, outbox in self._outboxes.items():

@@ -10,6 +10,8 @@ from ray.exceptions import RayError
 from pbkv_ray.control.actor import NAMESPACE, controller_name
 from pbkv_ray.core.actions import Action
 from pbkv_ray.core.events import Batch, Residency
+from pbkv_ray.core.places import Changes, Place
+from pbkv_ray.core.routing import Decision
 from pbkv_ray.errors import UnavailableError
 
 
@@ -46,8 +48,32 @@ class ControllerClient:
     async def leave(self, replica: str) -> None:
         await self._ask("leave", replica)
 
+    async def routes(self, since: int, wait_s: float = 5.0) -> tuple[bool, Changes]:
+        """Long poll: whether the controller is another one than before, and what is new in its routing table since
+        version `since`."""
+        before = self._epoch
+        epoch, changes = await self._ask("routes", before, since, wait_s, timeout_s=wait_s + self._timeout_s)
+        self._seen(epoch)
+        return before is not None and epoch != before, changes
+
+    async def place(
+        self, run_id: str, prompt_tokens: int, among: Sequence[str], timeout_s: float
+    ) -> tuple[Decision, Place | None] | None:
+        """A replica for a run that is not known here; None when the controller has none."""
+        found: tuple[Decision, Place | None] | None = await self._ask(
+            "place", run_id, prompt_tokens, among, timeout_s=timeout_s
+        )
+        return found
+
+    async def settled(self, homes: dict[str, str]) -> None:
+        await self._ask("settled", homes)
+
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._ask("runs", limit)
+        return found
+
+    async def replicas(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = await self._ask("replicas")
         return found
 
     async def counts(self) -> dict[str, float]:

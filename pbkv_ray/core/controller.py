@@ -118,6 +118,10 @@ class Controller:
             actions += self._end(run.run_id, "expired", run.seen_s)
         return actions
 
+    def knows_of(self, run_id: str) -> bool:
+        """Whether calls may be made in the name of the run: its id is one, and it has not ended."""
+        return 0 < len(run_id) <= self._options.max_id_length and self.runs.outcome(run_id) is None
+
     def _acceptable(self, run_id: str, event: Event) -> bool:
         limit = self._options.max_id_length
         if not 0 < len(run_id) <= limit or any(len(getattr(event, name)) > limit for name in _NAMES[type(event)]):

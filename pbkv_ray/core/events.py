@@ -134,6 +134,8 @@ class Residency:
     at_s: float
     tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
     queued_prefill_tokens: int = 0
+    prefill_tokens_s: float = 0.0  # rates as measured; 0: not yet
+    load_tokens_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def bind(args: AppArgs) -> Any:
             autoscaling=_autoscaling(args),
             health_check_timeout_s=120.0,  # a long prefill on a busy CPU gives no sign of life for a while
             environment=_environment(args),
+            controller=args.controller_options,
         ),
     )
     runner = serve.deployment(

@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.steering import Steering
-from pbkv_ray.config import EngineOptions
+from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.core.calls import Call, Caller, Chunk
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import ConfigError
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 PASSED_ENVIRONMENT = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE")  # where models are; workers do not inherit it
+
+
+def default_controller(application: str) -> ControllerOptions:
+    return ControllerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class EngineDeploymentOptions:
     autoscaling: Ray Serve's `autoscaling_config`; it replaces `replicas`.
     gpus: GPUs a replica, 0 on a machine without; None: `tensor_parallel` if the cluster has GPUs.
     router: Ray Serve's RequestRouterConfig, None for its default (power of two choices).
+    controller: application -> options of its controller, which whoever misses it starts.
     """
 
     replicas: int = 1
@@ -44,6 +49,7 @@ class EngineDeploymentOptions:
     health_check_timeout_s: float = 30.0
     environment: dict[str, str] = field(default_factory=dict)
     router: Any = None
+    controller: Callable[[str], ControllerOptions] = default_controller
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.max_ongoing_requests < 1:
@@ -55,11 +61,22 @@ class EngineDeploymentOptions:
 class EngineReplica:
     """One engine in one Serve replica. Replies carry the replica's id."""
 
-    def __init__(self, options: EngineOptions, health_timeout_s: float = 25.0) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        health_timeout_s: float = 25.0,
+        controller: Callable[[str], ControllerOptions] = default_controller,
+    ) -> None:
         self.replica_id = _replica_id()
         self._health_timeout_s = health_timeout_s
-        self.steering = Steering(_application())
-        self.server = EngineServer(options, replica=self.replica_id, on_death=_end_replica, on_fact=self.steering.heard)
+        self.steering = Steering(_application(), controller(_application()))
+        self.server = EngineServer(
+            options,
+            replica=self.replica_id,
+            on_death=_end_replica,
+            on_fact=self.steering.heard,
+            hidden_states=options.hidden_states,
+        )
 
     async def stream(self, call: Call) -> AsyncIterator[Chunk]:
         """`Transport.stream` as a Serve streaming method."""
@@ -121,7 +138,7 @@ def engine_app(options: EngineOptions, deployment: EngineDeploymentOptions) -> A
     from ray import serve
 
     return serve.deployment(EngineReplica, name="Engine", **serve_options(options, deployment)).bind(
-        options, deployment.health_check_timeout_s * 0.8
+        options, deployment.health_check_timeout_s * 0.8, deployment.controller
     )
 
 

@@ -40,8 +40,8 @@ def application() -> str:
 class _Reporter:
     """This process's way to the controller: a pump, and the news that the controller has restarted."""
 
-    def __init__(self, kind: str, application: str) -> None:
-        start_controller(application, ControllerOptions())
+    def __init__(self, kind: str, application: str, controller: ControllerOptions) -> None:
+        start_controller(application, controller)
         self.on_restart: Callable[[], None] = lambda: None  # tell it again which runs there are
         self.client = ControllerClient(application, on_new_epoch=lambda: self.on_restart())
         self.pump = EventPump(f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.client.send)
@@ -58,7 +58,7 @@ class RunnerHost:
         store = await Store.open(database)
         self._opened.push_async_callback(store.close)
         checkpointer = await self._opened.enter_async_context(open_checkpointer(database))
-        reporter = _Reporter("runner", application())
+        reporter = _Reporter("runner", application(), args.controller_options(application()))
         self._opened.push_async_callback(reporter.pump.close)
         self._runner = Runner(
             store,
@@ -102,7 +102,7 @@ class GatewayHost:
         self._engine = engine
 
     async def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Serve's
-        self._reporter = _Reporter("gateway", application())
+        self._reporter = _Reporter("gateway", application(), self._args.controller_options(application()))
 
         async def controller() -> Text:
             return controller_text(await self._reporter.client.counts())

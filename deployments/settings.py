@@ -9,7 +9,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.http.options import GatewayOptions, check_exposure
-from pbkv_ray.config import EngineOptions
+from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.errors import ConfigError
 
 APPLICATION = "pbkv"  # its name in Ray Serve, if no other is given
@@ -37,6 +37,8 @@ class AppArgs(BaseModel):
     max_running_requests: Positive = 16
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     engine_extra: dict[str, Any] = {}  # passed to sglang.Engine as they are
+    predictor_models: Path | None = None  # folder of model folders that `pbkv train` writes; renewed while it serves
+    record: bool = False  # keep every run's calls, with hidden states, in the database (`pbkv traces export`)
     engine_threads: Positive | None = None  # CPU engines only; default: the machine's cores over the replicas
 
     runner_replicas: Positive = 1
@@ -82,7 +84,14 @@ class AppArgs(BaseModel):
             context_length=self.context_length,
             max_running_requests=self.max_running_requests,
             tensor_parallel=self.tensor_parallel,
+            hidden_states=self.record or self.predictor_models is not None,
             extra=dict(self.engine_extra),
+        )
+
+    def controller_options(self, application: str) -> ControllerOptions:
+        return ControllerOptions(
+            predictor_models="" if self.predictor_models is None else str(self.predictor_models.absolute()),
+            record_to=self.database_url(application) if self.record else "",
         )
 
     def gateway_options(self) -> GatewayOptions:

@@ -6,15 +6,17 @@ credits the replica with nothing.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Literal
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.actions import PublishForecast
-from pbkv_ray.core.events import Residency
-from pbkv_ray.engine.facts import Fact
+from pbkv_ray.core.events import CallState, Residency
+from pbkv_ray.engine.facts import Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import UnavailableError
 
@@ -22,30 +24,46 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 REPORT_S = 1.0
+LINGER_S = 0.02  # hidden states of one batch share a message
+MAX_STATES = 2_048  # that wait for the controller
+_SIGNALS: dict[str, Literal["prefill", "decode"]] = {"prefill": "prefill", "decoded": "decode"}
 
 
 class Steering:
     """`heard` takes the engine's facts from its start on; `start` needs the replica's event loop."""
 
-    def __init__(self, application: str) -> None:
+    def __init__(self, application: str, controller: ControllerOptions) -> None:
         self._application = application
+        self._controller = controller
         self._residency: Residency | None = None
         self._client: ControllerClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._states: deque[CallState] = deque(maxlen=MAX_STATES)
+        self._states_dropped = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
 
     def heard(self, fact: Fact) -> None:
         """On the receiver's thread; a newer report replaces one that has not been sent."""
         if isinstance(fact, Residency):
             self._residency = fact
+        elif isinstance(fact, HiddenState):
+            self._states_dropped += len(self._states) == MAX_STATES
+            self._states.append(CallState(fact.call_id, _SIGNALS[fact.token], fact.vector, fact.blocks))
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the replica is ending, its loop is closed
+                    self._loop.call_soon_threadsafe(self._news.set)
 
     def start(self, server: EngineServer) -> None:
         """Safe to call again."""
         if self._tasks:
             return
         client = self._client = ControllerClient(self._application)
+        self._loop = asyncio.get_running_loop()
         self._tasks = [
             asyncio.create_task(self._for_ever(lambda: self._take_hints(server, client)), name="pbkv-hints"),
             asyncio.create_task(self._for_ever(lambda: self._report(server, client)), name="pbkv-facts"),
+            asyncio.create_task(self._for_ever(lambda: self._send_states(client)), name="pbkv-states"),
         ]
 
     async def close(self, replica: str) -> None:
@@ -71,6 +89,15 @@ class Steering:
             self._residency = None
             await client.report(residency)
 
+    async def _send_states(self, client: ControllerClient) -> None:
+        await self._news.wait()
+        await asyncio.sleep(LINGER_S)
+        self._news.clear()
+        states = [self._states.popleft() for _ in range(len(self._states))]
+        dropped, self._states_dropped = self._states_dropped, 0
+        if states:
+            await client.states(states, dropped)  # lost with an error: the next call brings others
+
     async def _for_ever(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
@@ -78,5 +105,5 @@ class Steering:
             except UnavailableError as error:
                 logger.info("no controller: %s", error)
                 with suppress(Exception):  # the application's controller may be gone for good: make one
-                    await asyncio.to_thread(start_controller, self._application, ControllerOptions())
+                    await asyncio.to_thread(start_controller, self._application, self._controller)
                 await asyncio.sleep(RETRY_S)

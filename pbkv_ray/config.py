@@ -30,6 +30,7 @@ class EngineOptions:
     chunked_prefill_tokens: int = 2_048
     dtype: str = "auto"
     random_seed: int = 0
+    hidden_states: bool = False  # two vectors a call go to the controller; needs a policy of ours, not lru or session
     extra: dict[str, object] = field(default_factory=dict)  # passed to sglang.Engine as they are
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class ControllerOptions:
     max_agents_per_run: int = 64
     max_history: int = 512  # agents kept of a run's path
     max_id_length: int = 256
+    max_learned_per_s: int = 500  # calls that the predictor learns from
     predictor_models: str = ""  # folder of model folders (`pbkv train --out`); empty: counts alone
     record_to: str = ""  # SQLAlchemy URL of the store that keeps every run's calls; empty: nothing is recorded
 

@@ -16,11 +16,12 @@ import ray
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.desk import RoutingDesk
+from pbkv_ray.control.prediction import Prediction
+from pbkv_ray.control.recording import Recording
 from pbkv_ray.core.actions import Action
 from pbkv_ray.core.controller import Controller
-from pbkv_ray.core.events import Batch, ReplicaJoined, ReplicaLeft, Residency, Tick
+from pbkv_ray.core.events import Batch, CallState, ReplicaJoined, ReplicaLeft, Residency, Tick
 from pbkv_ray.core.outbox import Outbox
-from pbkv_ray.predict.counts import VariableOrderCounts
 
 NAMESPACE = "pbkv"
 TICK_S = 1.0
@@ -32,7 +33,11 @@ class ControllerHost(RoutingDesk):
 
     def __init__(self, options: ControllerOptions) -> None:
         self.epoch = uuid.uuid4().hex[:12]
-        self._controller = Controller(options, VariableOrderCounts())
+        self._prediction = Prediction(options, lambda event: self._perform(self._controller.handle(event)))
+        self._controller = Controller(options, self._prediction.predictor)
+        self._prediction.follow(self._controller)
+        self._recording = Recording(options)
+        self._controller.listeners.append(self._recording.heard)
         self._open_desk(self._controller, options.max_runs)
         self._outboxes: dict[str, Outbox] = {}
         self._news: dict[str, asyncio.Event] = {}
@@ -70,6 +75,10 @@ class ControllerHost(RoutingDesk):
     async def report(self, residency: Residency) -> None:
         # Who is silent is decided by one clock: an engine's own stands still while nobody calls it.
         self._perform(self._controller.handle(replace(residency, at_s=time())))
+
+    async def states(self, states: Sequence[CallState], dropped: int) -> None:
+        self._counts["states_dropped"] += dropped
+        self._perform(self._controller.handle(*states))
 
     async def leave(self, replica: str) -> None:
         """The replica stops in an orderly way, and says so instead of falling silent."""
@@ -123,6 +132,8 @@ class ControllerHost(RoutingDesk):
         return {
             **self._controller.counts,
             **self._counts,
+            **self._prediction.counts(),
+            **self._recording.counts(),
             **self._placing.routes.counts,
             "runs_active": len(self._controller.runs),
             "replicas": len(self._controller.replicas),
@@ -144,6 +155,8 @@ class ControllerHost(RoutingDesk):
                     news.set()
 
     def _ensure_ticking(self) -> None:
+        self._prediction.start()
+        self._recording.start()
         if self._ticking is None or self._ticking.done():
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
 

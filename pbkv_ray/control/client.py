@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 
 from pbkv_ray.control.actor import NAMESPACE, controller_name
 from pbkv_ray.core.actions import Action
-from pbkv_ray.core.events import Batch, Residency
+from pbkv_ray.core.events import Batch, CallState, Residency
 from pbkv_ray.core.places import Changes, Place
 from pbkv_ray.core.routing import Decision
 from pbkv_ray.errors import UnavailableError
@@ -67,6 +67,10 @@ class ControllerClient:
 
     async def settled(self, homes: dict[str, str]) -> None:
         await self._ask("settled", homes)
+
+    async def states(self, states: Sequence[CallState], dropped: int = 0) -> None:
+        """Hidden states of calls; `dropped`: how many were lost since the last time."""
+        await self._ask("states", tuple(states), dropped)
 
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._ask("runs", limit)

@@ -10,6 +10,11 @@ GAUGES = {
     "runs_active": "Runs in flight.",
     "replicas": "Engine replicas that ask for hints.",
     "hints_waiting": "Hints that replicas have not acknowledged.",
+    "predictor_models_broken": "Model folders that could not be loaded.",
+    "predictor_gate_open": "1: the net's forecasts are used, 0: those by counts.",
+    "predictor_gate_judged": "Answers that the gate has compared.",
+    "predictor_gate_gain_nats": "Log-likelihood an answer by which net and counts together beat counts alone.",
+    "recorded_runs_waiting": "Ended runs that wait to be stored.",
 }
 
 
@@ -18,12 +23,18 @@ class _Counts(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in sorted(self._counts.items()):
-            if name in GAUGES:
+        by_workflow: dict[str, GaugeMetricFamily] = {}
+        for key, value in sorted(self._counts.items()):
+            name, _, workflow = key.partition("/")
+            if workflow:
+                family = GaugeMetricFamily(f"pbkv_controller_{name}", GAUGES[name], labels=["workflow"])
+                by_workflow.setdefault(name, family).add_metric([workflow], value)
+            elif name in GAUGES:
                 yield GaugeMetricFamily(f"pbkv_controller_{name}", GAUGES[name], value=value)
             else:
                 text = f"Controller: {name.replace('_', ' ')}."
                 yield CounterMetricFamily(f"pbkv_controller_{name.lower()}", text, value=value)
+        yield from by_workflow.values()
 
 
 def controller_text(counts: Mapping[str, float]) -> str:

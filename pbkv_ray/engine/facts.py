@@ -9,6 +9,7 @@ import logging
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -45,11 +46,14 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenState:
-    """Post-norm hidden state [hidden size] of a call's last prefill token, or of its last decoded one."""
+    """Hidden state [hidden size] of a call's last prefill token, or of its last decoded one: post-norm, or of the inner
+    layers that `EngineOptions.extra` asked SGLang for. blocks: with "prefill", core.ghost.block_hashes of the prompt.
+    """
 
     call_id: str
     token: Literal["prefill", "decoded"]
     vector: npt.NDArray[np.float16]
+    blocks: npt.NDArray[np.int64] | None = None
 
 
 Fact = Residency | Evicted | Prefetched | HiddenState
@@ -121,7 +125,8 @@ class FactsReceiver:
                 return Prefetched(body["tokens"])
             case "hidden":
                 vector = np.frombuffer(frames[1], np.float16)
-                return HiddenState(body["call"], body["token"], vector)
+                blocks = np.frombuffer(frames[2], np.int64) if len(frames) > 2 else None
+                return HiddenState(body["call"], body["token"], vector, blocks)
         raise ValueError(f"kind {body['kind']!r}")
 
 
@@ -156,5 +161,12 @@ class FactsSender:
         except zmq.Again:
             self.dropped += 1
 
-    def hidden(self, call_id: str, token: Literal["prefill", "decoded"], vector: npt.NDArray[np.float16]) -> None:
-        self.send("hidden", {"call": call_id, "token": token}, vector.tobytes())
+    def hidden(
+        self,
+        call_id: str,
+        token: Literal["prefill", "decoded"],
+        vector: npt.NDArray[np.float16],
+        blocks: "array[int] | None" = None,
+    ) -> None:
+        raw = [vector.tobytes()] if blocks is None else [vector.tobytes(), blocks.tobytes()]
+        self.send("hidden", {"call": call_id, "token": token}, *raw)

@@ -60,8 +60,8 @@ class OwnedRadixCache(UnifiedRadixCache):
         owner = owner_of(req)
         if owner is not None:
             blocks = None
-            if core.index.owners.score.learns:
-                blocks = block_hashes(req.origin_input_ids, core.index.owners.learned.block_tokens)
+            if core.index.owners.score.learns or core.options.hidden_states:
+                blocks = req.pbkv_blocks = block_hashes(req.origin_input_ids, core.index.owners.learned.block_tokens)
             core.tell(core.index.call, owner.run, owner.agent, workflow=owner.workflow, blocks=blocks)
         # The best match includes the host tier, of which only a part may have been loaded.
         node = core._node_arena.get(req.best_match_node) or core._node_arena.get(req.last_node)

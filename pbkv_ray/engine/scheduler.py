@@ -141,7 +141,9 @@ def _send(results: Any, batch: Any, result: Any, rows: list[int], token: Any) ->
         return
     vectors = states[torch.tensor(rows, device=states.device)].to(torch.float16).cpu().numpy()
     for row, vector in zip(rows, vectors, strict=True):
-        results.tree_cache.facts.hidden(batch.reqs[row].rid, token, vector)
+        req = batch.reqs[row]
+        blocks = getattr(req, "pbkv_blocks", None) if token == "prefill" else None
+        results.tree_cache.facts.hidden(req.rid, token, vector, blocks)
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from pbkv_ray.store.database import Database
 from pbkv_ray.store.events import Batch, Events
+from pbkv_ray.store.recordings import Recording, Recordings
 from pbkv_ray.store.rows import (
     Admission,
     CallRow,
@@ -24,6 +25,7 @@ __all__ = [
     "Ending",
     "EventRow",
     "NewRun",
+    "Recording",
     "RunRow",
     "RunStatus",
     "Stop",
@@ -41,6 +43,7 @@ class Store:
         self.threads = Threads(database)
         self.runs = Runs(database)
         self.events = Events(database, max_events_per_run)
+        self.recordings = Recordings(database)
 
     @classmethod
     async def open(cls, url: str, *, max_events_per_run: int = 5_000) -> "Store":

@@ -1,4 +1,6 @@
-"""The tables: threads, runs, run_events, calls. Created idempotently; `meta` holds the version.
+"""The tables: threads, runs, run_events, calls, recorded_runs, recorded_calls.
+
+Created idempotently; `meta` holds the version.
 
 Times are seconds since the epoch. JSON that we only hand through (inputs, outputs, event data) is text: what an
 LLM writes may hold NUL characters, which PostgreSQL refuses in its own JSON types.
@@ -13,6 +15,7 @@ from sqlalchemy import (
     Identity,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -106,4 +109,37 @@ calls = Table(
     Column("replica", String, nullable=False),
     Column("at_s", Float, nullable=False),
     Index("calls_by_run", "run_id", "position"),
+)
+
+# What the controller records for training: apart from the runs, which are deleted when they are old.
+recorded_runs = Table(
+    "recorded_runs",
+    metadata,
+    Column("position", Position, Identity(), primary_key=True),
+    Column("run_id", String, nullable=False, unique=True),
+    Column("workflow", String, nullable=False),
+    Column("outcome", String, nullable=False),
+    Column("started_s", Float, nullable=False),
+    Column("ended_s", Float, nullable=False),
+)
+
+recorded_calls = Table(
+    "recorded_calls",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),  # order of starts
+    Column("call_id", String, nullable=False),
+    Column("agent", String, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("started_s", Float, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("output_tokens", Integer, nullable=False),
+    Column("device_cached_tokens", Integer, nullable=False),
+    Column("host_cached_tokens", Integer, nullable=False),
+    Column("replica", String, nullable=False),
+    Column("prefill", LargeBinary),  # hidden states: float16, little-endian
+    Column("decode", LargeBinary),
+    Column("blocks", LargeBinary),  # hashes of the prompt's full blocks: int64, little-endian
 )

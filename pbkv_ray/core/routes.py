@@ -211,6 +211,12 @@ class Routes:
         self.counts[f"routed_{decision.reason}"] += 1
         return decision
 
+    def adopt(self, run: str, place: Place | None, decision: Decision, prompt_tokens: int, at_s: float) -> None:
+        """For a copy: the controller has decided for a run that was not known here."""
+        place = place or Place()
+        self._set(run, replace(place, home=decision.replica))
+        self._send(self._root(run, place), decision, prompt_tokens, at_s)
+
     def _first_guess(self, place: Place) -> float:
         """A sibling on its way adds no crowd: it shares what the first one of its family brings."""
         return place.expected or (self._usual if place.parent is None else 0.0)

@@ -1,0 +1,45 @@
+"""What a router needs to know of a call, read from the arguments of the handle call."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pbkv_ray.core.calls import Call, Caller
+
+CHARACTERS_A_TOKEN = 4
+MAX_PARTS = 4_096  # of a prompt, beyond which its size is not counted on
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """prompt_tokens is an estimate: a router has no tokenizer."""
+
+    run_id: str
+    prompt_tokens: int
+
+
+def asked_of(arguments: Sequence[Any]) -> Asked | None:
+    """Of `EngineReplica.stream(call)` and `openai_chat(body, caller, salt)`; None for anything else, and for calls
+    that belong to no run."""
+    match arguments:
+        case [Call() as call, *_]:
+            return Asked(call.caller.run_id, _tokens(len(message.content) for message in call.messages))
+        case [Mapping() as body, Caller() as caller, *_]:
+            return Asked(caller.run_id, _tokens(_lengths(body.get("messages"))))
+    return None
+
+
+def _tokens(lengths: Iterator[int]) -> int:
+    return max(1, sum(lengths) // CHARACTERS_A_TOKEN)
+
+
+def _lengths(messages: Any) -> Iterator[int]:
+    """Of a foreign request, which may hold anything."""
+    for message in messages[:MAX_PARTS] if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            yield len(content)
+        elif isinstance(content, list):
+            for part in content[:MAX_PARTS]:
+                text = part.get("text") if isinstance(part, Mapping) else None
+                yield len(text) if isinstance(text, str) else 0

@@ -1,0 +1,272 @@
+"""The request router: its copy of the table against a fake controller, what it uses of Ray, and on real Ray Serve."""
+
+import asyncio
+import inspect
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from pbkv_ray.core.calls import Call, Caller, Message
+from pbkv_ray.core.places import Changes, Place, ReplicaNews
+from pbkv_ray.core.routing import Cost, Decision
+from pbkv_ray.errors import UnavailableError
+from pbkv_ray.routing.asked import Asked, asked_of
+from pbkv_ray.routing.metrics import RouterMetrics, router_text
+from pbkv_ray.routing.table import TableCopy
+
+NOBODY = Changes(0, False, {}, {})
+TWO = {"a": ReplicaNews("epoch", 1), "b": ReplicaNews("epoch", 1)}
+
+
+def call(run: str, text: str = "word " * 400, number: int = 0) -> Call:
+    return Call(f"{run}-{number}", Caller(run, "hover", "judge", 1), (Message("user", text),))
+
+
+class FakeController:
+    """Places every run on "b". Answers when `ready`; `news` is what `routes` gives out, then it waits."""
+
+    def __init__(self, *news: tuple[bool, Changes]) -> None:
+        self.news = list(news)
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.fails = False
+        self.asked: list[tuple[str, int]] = []
+        self.moves: list[dict[str, str]] = []
+        self.known: list[int] = []
+
+    async def routes(self, since: int, wait_s: float = 5.0) -> tuple[bool, Changes]:
+        self.known.append(since)
+        if not self.news:
+            await asyncio.Event().wait()
+        return self.news.pop(0)
+
+    async def place(self, run_id: str, prompt_tokens: int, among: Any, timeout_s: float) -> Any:
+        self.asked.append((run_id, prompt_tokens))
+        await self.ready.wait()
+        if self.fails:
+            raise UnavailableError("the controller did not answer place")
+        return Decision("b", "placed", prompt_tokens, (Cost("b", 1.0, 0.0, 0.0, 0.0),)), Place(home="b")
+
+    async def settled(self, homes: dict[str, str]) -> None:
+        self.moves.append(homes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def copy_of(controller: FakeController) -> tuple[TableCopy, Clock, RouterMetrics]:
+    clock, metrics = Clock(), RouterMetrics()
+    return TableCopy(controller, clock=clock, metrics=metrics), clock, metrics
+
+
+def counted(metrics: RouterMetrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(f"pbkv_router_{name}_total", labels) or 0.0
+
+
+async def chosen(table: TableCopy, run: str, tokens: int = 500) -> str | None:
+    decision = await table.choose(run, tokens, ["a", "b"])
+    return decision and decision.replica
+
+
+class TestTheCopyOfTheTable:
+    async def test_an_unknown_run_costs_one_question_and_its_later_calls_none(self) -> None:
+        controller = FakeController()
+        table, _, metrics = copy_of(controller)
+        assert [await chosen(table, "r", n) for n in (500, 600, 700)] == ["b", "b", "b"]
+        assert controller.asked == [("r", 500)]
+        assert counted(metrics, "consults", outcome="placed") == 1
+
+    async def test_calls_of_one_run_that_come_at_once_share_the_question(self) -> None:
+        controller = FakeController()
+        controller.ready.clear()
+        table, _, _ = copy_of(controller)
+        calls = [asyncio.create_task(chosen(table, "r")) for _ in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        calls[0].cancel()  # the one that asked leaves
+        controller.ready.set()
+        assert await asyncio.gather(*calls[1:]) == ["b"] * 7
+        assert len(controller.asked) == 1
+
+    async def test_without_a_controller_runs_are_placed_here_and_stay(self) -> None:
+        controller = FakeController()
+        controller.fails = True
+        table, clock, metrics = copy_of(controller)
+        assert [await chosen(table, run) for run in ("r1", "r2", "r1", "r2")] == ["a", "b", "a", "b"]
+        assert controller.asked == [("r1", 500)]  # it is not asked again at once
+        assert counted(metrics, "consults", outcome="skipped") == 1
+        clock.now_s += 2.0
+        await chosen(table, "r3")
+        assert [run for run, _ in controller.asked] == ["r1", "r3"]
+
+    async def test_a_run_that_moves_is_told_to_the_controller(self) -> None:
+        busy = {"a": ReplicaNews("epoch", 1, queued_tokens=50_000), "b": ReplicaNews("epoch", 1)}
+        controller = FakeController((False, Changes(7, True, {"r": Place(home="a")}, busy)))
+        table, _, _ = copy_of(controller)
+        await table._step()
+        assert await chosen(table, "r") == "b"
+        await table._telling  # type: ignore[misc]
+        assert controller.moves == [{"r": "b"}]
+        await table.close()
+
+    async def test_a_restarted_controller_is_merged_and_later_taken_as_it_is(self) -> None:
+        full = Changes(7, True, {"old": Place(home="a"), "ended": Place(home="b")}, TWO)
+        controller = FakeController(
+            (False, full),
+            (True, Changes(1, True, {}, {})),
+            (False, Changes(2, False, {"old": Place()}, TWO)),
+            (False, Changes(3, False, {}, TWO)),
+            (False, Changes(4, True, {"old": Place(home="a")}, TWO)),
+        )
+        table, clock, _ = copy_of(controller)
+        for _ in range(3):
+            await table._step()
+        assert (table.routes.get("old").home, "ended" in table.routes) == ("a", True)  # type: ignore[union-attr]
+        clock.now_s += 60.0
+        await table._step()
+        await table._step()
+        assert ("old" in table.routes, "ended" in table.routes) == (True, False)
+        assert controller.known == [-1, 7, 1, 2, -1]
+
+
+def test_what_is_read_of_a_call() -> None:
+    caller = Caller("r", "hover", "judge", 1)
+    body = {"messages": [{"content": "x" * 40}, {"content": [{"text": "y" * 40}, {"image": 1}, 3]}, "none"]}
+    assert [asked_of(arguments) for arguments in ([call("r", "z" * 80)], (body, caller, None))] == [Asked("r", 20)] * 2
+    assert [asked_of(arguments) for arguments in ((), ("x",), (body, None, None), ({"messages": 3}, caller))] == [
+        None,
+        None,
+        None,
+        Asked("r", 1),
+    ]
+
+
+def test_what_is_used_of_ray_is_as_it_was() -> None:
+    """A private method of Ray's is overridden. When this fails, read Ray's router before touching ours."""
+    from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter as Base
+    from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
+    from ray.serve._private.router import AsyncioRouter
+    from ray.serve.experimental.capacity_queue_router import CapacityQueueRouter
+
+    from pbkv_ray.routing.router import PbkvRouter
+
+    assert issubclass(Base, FIFOMixin)  # without it calls of one request hang
+    assert "_choose_replica_for_request" in vars(CapacityQueueRouter)
+    wanted = inspect.signature(RequestRouter._choose_replica_for_request)
+    assert list(wanted.parameters) == ["self", "pending_request", "is_retry"]
+    assert list(inspect.signature(PbkvRouter._choose_replica_for_request).parameters) == list(wanted.parameters)
+    source = inspect.getsource(AsyncioRouter)
+    assert "request_router._choose_replica_for_request(" in source
+    made = inspect.getsource(RequestRouter.__init__)
+    assert "self._replicas: Dict[ReplicaID, RunningReplica] = {}" in made
+    for name in ("_replicas_updated_event", "app_name", "select_available_replicas", "update_replicas"):
+        assert hasattr(RequestRouter, name), name
+
+
+class FakeEngine:
+    """Answers every call with its replica's id."""
+
+    def __init__(self) -> None:
+        from ray import serve
+
+        self.replica = serve.get_replica_context().replica_id.unique_id
+
+    async def stream(self, asked: Call) -> AsyncIterator[str]:
+        yield self.replica
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class FakeRunner:
+    """Makes calls of runs inside one Serve request, as graphs with parallel branches do."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def fan_out(self, runs: list[str], calls: int) -> list[list[str]]:
+        async def one(run: str, number: int) -> str:
+            response = self.engine.options(stream=True, method_name="stream").remote(call(run, number=number))
+            async with asyncio.timeout(30):
+                (replica,) = [item async for item in response]
+                return str(replica)
+
+        async def of_run(run: str) -> list[str]:
+            return list(await asyncio.gather(*(one(run, n) for n in range(calls))))
+
+        return list(await asyncio.gather(*(of_run(run) for run in runs)))
+
+    async def metrics(self) -> str:
+        return router_text()
+
+    async def pid(self) -> int:
+        return await self.engine.options(method_name="pid").remote()
+
+
+APP = "router-tests"
+
+
+@pytest.fixture(scope="module")
+def runner(ray_cluster: None) -> Iterator[Any]:
+    from ray import serve
+
+    from pbkv_ray.config import ControllerOptions
+    from pbkv_ray.control.actor import start_controller, stop_controller
+    from pbkv_ray.routing.router import router_config
+
+    serve.start(proxy_location="Disabled")
+    start_controller(APP, ControllerOptions())
+    engines = serve.deployment(
+        FakeEngine,
+        name="Engine",
+        num_replicas=3,
+        max_ongoing_requests=100,
+        ray_actor_options={"num_cpus": 0.1},
+        request_router_config=router_config(consult_timeout_s=5.0),
+    ).bind()
+    made = serve.deployment(FakeRunner, name="Runner", ray_actor_options={"num_cpus": 0.1}).bind(engines)
+    yield serve.run(made, name=APP, route_prefix=None)
+    serve.delete(APP)
+    stop_controller(APP)
+
+
+@pytest.mark.ray
+class TestOnRayServe:
+    async def test_calls_of_a_run_stay_home_however_many_come_at_once(self, runner: Any) -> None:
+        runs = [f"run-{n}" for n in range(12)]
+        first = await runner.fan_out.remote(runs, 8)
+        assert [len(set(homes)) for homes in first] == [1] * 12
+        homes = [homes[0] for homes in first]
+        assert sorted(Counter(homes).values()) == [4, 4, 4]
+        again = await runner.fan_out.remote(runs, 2)
+        assert again == [[home] * 2 for home in homes]
+        text = await runner.metrics.remote()
+        assert 'pbkv_router_consults_total{outcome="placed"} 12.0' in text
+        assert "pbkv_router_fallbacks_total{" not in text
+
+    async def test_calls_that_belong_to_no_run_go_to_one_of_two(self, runner: Any) -> None:
+        assert await runner.pid.remote() > 0
+        assert 'pbkv_router_fallbacks_total{cause="no_run"} 1.0' in await runner.metrics.remote()
+
+    async def test_without_a_controller_calls_go_on_and_stay_home(self, runner: Any) -> None:
+        import ray
+
+        from pbkv_ray.control.actor import controller_name
+
+        (known,) = await runner.fan_out.remote(["run-0"], 1)
+        actor = ray.get_actor(controller_name(APP), namespace="pbkv")
+        os.kill(await actor.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+        runs = [f"late-{n}" for n in range(3)]
+        first = await runner.fan_out.remote(["run-0", *runs], 4)
+        assert first[0] == known * 4
+        assert [len(set(homes)) for homes in first] == [1] * 4
+        assert await runner.fan_out.remote(runs, 1) == [[homes[0]] for homes in first[1:]]

@@ -67,6 +67,8 @@ class Controller:
         self._predictor = Guarded(predictor, self.counts)
         self.listeners: list[Callable[[Event], None]] = []  # told of every event that is new, once it is handled
         self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
+        self._due: dict[str, float] = {}  # runs that have called, and when: their forecast is due
+        self._second, self._learned = 0, 0  # calls learned from in this second
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
         self._handlers: dict[type, Callable[[Any], list[Action]]] = {
@@ -116,15 +118,17 @@ class Controller:
         for run in self.runs.overflow():
             self.counts["runs_displaced"] += 1
             actions += self._end(run.run_id, "expired", run.seen_s)
-        return actions
+        return actions + self._forecasts()
 
     def knows_of(self, run_id: str) -> bool:
         """Whether calls may be made in the name of the run: its id is one, and it has not ended."""
         return 0 < len(run_id) <= self._options.max_id_length and self.runs.outcome(run_id) is None
 
     def _acceptable(self, run_id: str, event: Event) -> bool:
-        limit = self._options.max_id_length
-        if not 0 < len(run_id) <= limit or any(len(getattr(event, name)) > limit for name in _NAMES[type(event)]):
+        longest = len(run_id)
+        for name in _NAMES[type(event)]:
+            longest = max(longest, len(getattr(event, name)))
+        if not run_id or longest > self._options.max_id_length:
             self.counts["events_refused"] += 1
             return False
         if self.runs.outcome(run_id) is not None:
@@ -168,7 +172,7 @@ class Controller:
     def _end(self, run_id: str, outcome: Outcome, at_s: float) -> list[Action]:
         run = self.runs.end(run_id, outcome, at_s)
         self.counts[f"runs_{outcome}"] += 1
-        if run is not None and outcome == "completed" and run.history:
+        if run is not None and outcome == "completed" and run.history and self._may_learn(at_s):
             self._predictor.observe(run.workflow, tuple(run.history), None, run_id)
         # Also when the run was unknown: an engine may still hold its nodes from before a restart.
         return [RetireRun(run_id, at_s)]
@@ -181,14 +185,15 @@ class Controller:
         if len(run.calls) < self._options.max_agents_per_run:
             run.calls[event.call_id] = event.agent, event.step
         self.counts["calls_started"] += 1
-        self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id)
-        if run.called_s is not None:
-            self._predictor.observe_wait(
-                run.workflow, run.history[-1], event.agent, max(0.0, event.at_s - run.called_s)
-            )
+        if self._may_learn(event.at_s):
+            self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id)
+            if run.called_s is not None:
+                waited_s = max(0.0, event.at_s - run.called_s)
+                self._predictor.observe_wait(run.workflow, run.history[-1], event.agent, waited_s)
         run.history.append(event.agent)
         run.called_s = event.at_s
-        return self._publish(run, event.at_s)
+        self._due[run.run_id] = event.at_s
+        return []
 
     def _call_finished(self, event: CallFinished) -> list[Action]:
         run = self.runs.touch(event.run_id, event.at_s)
@@ -209,19 +214,41 @@ class Controller:
         self.counts["host_cached_tokens"] += event.host_cached_tokens
         return []
 
-    def _publish(self, run: Run, at_s: float) -> list[Action]:
-        forecast = self._predictor.forecast(run.workflow, tuple(run.history), self._options.horizon)
-        if forecast is None:
-            self.counts["forecasts_missing"] += 1
-            return []
-        run.version += 1
-        return [PublishForecast(run.run_id, run.version, forecast, at_s)]
+    def _may_learn(self, at_s: float) -> bool:
+        """Learning costs more than all the rest. Beyond so many calls a second the others say nothing new."""
+        if int(at_s) > self._second:
+            self._second, self._learned = int(at_s), 0
+        self._learned += 1
+        if self._learned <= self._options.max_learned_per_s:
+            return True
+        self.counts["calls_not_learned"] += 1
+        return False
+
+    def _forecasts(self) -> list[Action]:
+        """Of the runs that have called since the last time: one each, many of a workflow at once."""
+        due, self._due = self._due, {}
+        groups: dict[str, list[tuple[Run, float]]] = {}
+        for run_id, at_s in due.items():
+            if (run := self.runs.get(run_id)) is not None:
+                groups.setdefault(run.workflow, []).append((run, at_s))
+        actions: list[Action] = []
+        for workflow, calling in groups.items():
+            histories = [tuple(run.history) for run, _ in calling]
+            made = self._predictor.forecasts(workflow, histories, self._options.horizon)
+            for (run, at_s), forecast in zip(calling, made, strict=True):
+                if forecast is None:
+                    self.counts["forecasts_missing"] += 1
+                    continue
+                run.version += 1
+                actions.append(PublishForecast(run.run_id, run.version, forecast, at_s))
+        return actions
 
     def _reforecast(self, event: Reforecast) -> list[Action]:
         run = self.runs.get(event.run_id)
         if run is None or len(run.history) != event.calls:
             self.counts["forecasts_late"] += 1
             return []
+        self._due.pop(event.run_id, None)  # this one knows more than what would be published now
         run.version += 1
         return [PublishForecast(run.run_id, run.version, event.forecast, event.at_s)]
 

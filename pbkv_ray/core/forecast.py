@@ -84,6 +84,13 @@ class Guarded:
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         return self._try(lambda: self._predictor.forecast(workflow, history, horizon))
 
+    def forecasts(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> list[Forecast | None]:
+        """Many runs of one workflow; they cost little more than one where the predictor has a method for them."""
+        many = getattr(self._predictor, "forecasts", None)
+        if many is None:
+            return [self.forecast(workflow, history, horizon) for history in histories]
+        return self._try(lambda: list(many(workflow, histories, horizon))) or [None] * len(histories)
+
     def _try(self, ask: Callable[[], T]) -> T | None:
         try:
             return ask()

@@ -220,6 +220,10 @@ class _AtOnce:
         self._served.counters["forecasts_counts"] += 1
         return self._served.counts.forecast(workflow, history, horizon)
 
+    def forecasts(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> list[Forecast | None]:
+        self._served.counters["forecasts_counts"] += len(histories)
+        return self._served.counts.forecasts(workflow, histories, horizon)
+
 
 class _Desk:
     """The net of one workflow at work, and its gate. `_paths` belongs to the job that runs, the rest to the loop."""

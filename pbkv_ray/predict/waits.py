@@ -15,6 +15,7 @@ from pbkv_ray.core.forecast import Array
 _SHORTEST_S = 1e-3
 _MEMORY = 512.0  # observations after which older ones fade
 _MAX_PAIRS = 4_096
+_RENEW = 32  # observations after which means are computed anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ class Waits:
 
     def __init__(self) -> None:
         self._moments: dict[tuple[str | None, str | None], list[float]] = {}  # key -> [n, mean, M2] of ln(seconds)
+        self._observed = 0
+        self._means: dict[str | None, tuple[tuple[int, int], Array]] = {}  # agent -> (as of, [2, agents] seconds)
 
     def observe(self, agent: str, following: str, seconds: float) -> None:
+        self._observed += 1
         value = math.log(max(seconds, _SHORTEST_S))
         for key in ((None, None), (agent, None), (agent, following)):
             moments = self._moments.get(key)
@@ -88,10 +92,21 @@ class Waits:
         run lives so long; `step` is a forecast's [K, len(agents) + 1]. None when no wait was seen."""
         if (None, None) not in self._moments:
             return None
-        # The first wait by pair; later ones by the agent that is then left.
-        first = [self.of(agent, name) for name in agents]
-        later = [self.of(name) for name in agents]
-        per_step = np.array([[w.mean() if w else 0.0 for w in waits] for waits in (first, later)])
+        per_step = self._per_step(agent, agents)
         mass = step[:, :-1] / np.maximum(step[:, :-1].sum(1, keepdims=True), 1e-12)
         gaps = np.concatenate((mass[:1] @ per_step[0], mass[:-1] @ per_step[1]))
         return np.asarray(np.cumsum(gaps))
+
+    def _per_step(self, agent: str | None, agents: Sequence[str]) -> Array:
+        """[2, agents] mean seconds: the first wait by pair, later ones by the agent that is then left. Renewed now
+        and then: one observation among hundreds moves little, and every forecast asks."""
+        renewals = self._observed if self._observed < _RENEW else self._observed // _RENEW
+        as_of = renewals, len(agents)
+        known = self._means.get(agent)
+        if known is None or known[0] != as_of:
+            waits = [self.of(agent, name) for name in agents], [self.of(name) for name in agents]
+            means = np.array([[w.mean() if w else 0.0 for w in row] for row in waits])
+            if len(self._means) >= _MAX_PAIRS:
+                self._means.clear()
+            known = self._means[agent] = as_of, means
+        return known[1]

@@ -151,6 +151,27 @@ def test_a_replica_that_leaves_is_no_home_and_one_that_comes_back_is_empty():
     assert (controller.replicas, run and run.home) == ({}, None)
 
 
+def test_a_batch_brings_one_forecast_a_run_and_none_for_a_run_that_it_ends():
+    controller, predictor = make_controller()
+    actions = controller.handle(
+        RunStarted("r1", "swe", 1.0),
+        RunStarted("r2", "swe", 1.0),
+        CallStarted("r1", "coder", 1, "c1", 1.1),
+        CallStarted("r2", "coder", 1, "c2", 1.2),
+        CallStarted("r1", "tester", 2, "c3", 1.3),
+        RunEnded("r2", "completed", 1.4),
+    )
+    assert actions == [RetireRun("r2", 1.4), PublishForecast("r1", 1, predictor.forecast_made, 1.3)]
+
+
+def test_beyond_a_rate_calls_teach_nothing_and_are_counted():
+    controller, predictor = make_controller(max_learned_per_s=2)
+    for n, at_s in enumerate((1.0, 1.1, 1.2, 1.3, 2.0)):
+        controller.handle(CallStarted("r1", f"agent {n}", n, f"c{n}", at_s))
+    taught = [following for _, _, following in predictor.taught]
+    assert (taught, controller.counts["calls_not_learned"]) == (["agent 0", "agent 1", "agent 4"], 2)
+
+
 def test_an_engine_is_credited_only_under_the_epoch_with_which_it_joined():
     controller, _ = make_controller()
     # After a restart of the controller a report may come before the engine has joined again.

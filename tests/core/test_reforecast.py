@@ -50,7 +50,9 @@ def test_a_better_forecast_replaces_the_first_one_unless_it_comes_after_the_next
 
 def test_a_predictor_that_raises_costs_forecasts_and_nothing_else():
     controller = Controller(ControllerOptions(), FakeBrokenPredictor())
-    assert controller.handle(SWE, call(2), call(3), RunEnded("r1", "completed", 4.0)) == [RetireRun("r1", 4.0)]
+    assert controller.handle(SWE, call(2)) == []
+    assert controller.handle(call(3)) == []
+    assert controller.handle(RunEnded("r1", "completed", 4.0)) == [RetireRun("r1", 4.0)]
     assert controller.runs.outcome("r1") == "completed"
     # The graph, two calls with two forecasts, a wait, the end.
     assert (controller.counts["predictor_errors"], controller.counts["forecasts_missing"]) == (7, 2)

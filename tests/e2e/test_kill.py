@@ -1,0 +1,282 @@
+"""kill -9 of one process after the other, under load: nothing is lost, and nothing says "running" for ever.
+
+One application: gateway, runner on SQLite, controller, two engines of the tiny random-weight model. The table of
+what each death cost is printed, and written to the file that PBKV_KILL_TABLE names.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from langgraph_sdk import get_client
+
+from pbkv_ray.control.client import ControllerClient
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.soak]
+
+APP = f"pbkv-kill-{os.getpid()}"  # Ray names its processes by it
+RUNS = 12
+ROUNDS = 8
+PATIENCE_S = 300.0  # for whatever must become so; two slow cores
+ALIVE = ("pending", "running")
+TASK = "The pump was replaced on Tuesday and the pressure rose; the committee wrote down what had been said. "
+
+
+@dataclass
+class Row:
+    """What one death did. Seconds are those of the load beyond the same load undisturbed; hits are device-cached
+    tokens over prompt tokens, of the calls that ended before the death, after it, and of the next load."""
+
+    killed: str
+    in_flight: int
+    lost: int
+    resumed: int
+    extra_s: float
+    hit_before: float
+    hit_after: float
+    hit_recovered: float = 0.0
+
+
+@dataclass
+class Load:
+    """Background runs, submitted at once."""
+
+    url: str
+    threads: dict[str, str] = field(default_factory=dict)  # run -> thread
+    began_s: float = 0.0
+
+    async def submit(self, name: str) -> None:
+        self.began_s = time.time()
+        async with get_client(url=self.url, api_key="") as client:
+            for number in range(RUNS):
+                asked = {"task": f"{name} {number}. {TASK * 12}", "rounds": ROUNDS, "answer_tokens": 12}
+                run = await client.runs.create(None, "echo", input=asked)
+                self.threads[run["run_id"]] = run["thread_id"]
+
+    async def get(self, path: str) -> Any:
+        """An answer, however often a process must be waited for."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=30.0) as http:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    try:
+                        answer = await http.get(path)
+                        if answer.status_code < 500:
+                            assert answer.status_code == 200, answer.text
+                            return answer.json()
+                    except httpx.TransportError:
+                        pass
+                    await asyncio.sleep(0.5)
+
+    async def runs(self) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(self.get(f"/v1/runs/{run}") for run in self.threads)))
+
+    async def calls(self) -> list[dict[str, Any]]:
+        found = await asyncio.gather(*(self.get(f"/v1/runs/{run}/calls") for run in self.threads))
+        return [call for calls in found for call in calls]
+
+    async def ended(self) -> list[dict[str, Any]]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                runs = await self.runs()
+                if not any(run["status"] in ALIVE for run in runs):
+                    return runs
+                await asyncio.sleep(0.5)
+
+    async def in_full_swing(self) -> int:
+        """Waits until a quarter of the calls is done; the runs that are then in flight."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(await self.calls()) < RUNS * ROUNDS / 4:
+                await asyncio.sleep(0.2)
+        return sum(run["status"] in ALIVE for run in await self.runs())
+
+
+def hit(calls: Iterable[dict[str, Any]]) -> float:
+    calls = list(calls)
+    prompt = sum(call["prompt_tokens"] for call in calls)
+    return round(sum(call["device_cached_tokens"] for call in calls) / prompt, 3) if prompt else 0.0
+
+
+async def becomes(wanted: object, look: Callable[[], Awaitable[object]]) -> None:
+    seen: object = None
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if (seen := await look()) == wanted:
+                return
+        except Exception as error:  # whoever is asked may be starting again
+            seen = error
+        await asyncio.sleep(0.5)
+    assert seen == wanted
+
+
+def replica_pid(deployment: str) -> int:
+    """The process of the replica that Ray names `ray::ServeReplica:APP:DEPLOYMENT`."""
+    title = f"ray::ServeReplica:{APP}:{deployment}"
+    (pid,) = [p.pid for p in psutil.process_iter() if title in " ".join(p.cmdline())]
+    return pid
+
+
+async def actor_pid(name: str, namespace: str) -> int:
+    import ray
+
+    actor = ray.get_actor(name, namespace=namespace)
+    return int(await actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+async def controller_pid() -> int:
+    return await actor_pid(f"pbkv-controller-{APP}", "pbkv")
+
+
+async def serve_controller_pid() -> int:
+    return await actor_pid("SERVE_CONTROLLER_ACTOR", "serve")
+
+
+async def engine_pids() -> list[int]:
+    """Of one engine: its replica's process first."""
+    from ray import serve
+
+    return list(await serve.get_deployment_handle("Engine", APP).pids.remote())
+
+
+async def engine_pid() -> int:
+    return (await engine_pids())[0]
+
+
+async def scheduler_pid() -> int:
+    pids = (await engine_pids())[1:]
+    return next(pid for pid in pids if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
+
+
+async def runner_pid() -> int:
+    return replica_pid("Runner")
+
+
+async def gateway_pid() -> int:
+    return replica_pid("Gateway")
+
+
+VICTIMS: dict[str, Callable[[], Awaitable[int]]] = {
+    "controller": controller_pid,
+    "engine replica": engine_pid,
+    "SGLang scheduler": scheduler_pid,
+    "runner": runner_pid,
+    "gateway": gateway_pid,
+    "Serve controller": serve_controller_pid,
+}
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from deployments.app import run_local, stop_application
+    from deployments.settings import AppArgs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    database = tmp_path_factory.mktemp("kill") / "runs.sqlite"
+    args = AppArgs.checked(
+        {
+            "model": str(tiny_model),
+            "policy": "pbkv",
+            "engine_replicas": 2,
+            "device_pool_tokens": 8_192,
+            "context_length": 4_096,
+            "engine_threads": 1,
+            "database": f"sqlite+aiosqlite:///{database}",
+            "registry": "tests.e2e.echo_workflow:REGISTRY",
+        }
+    )
+    run_local(args, "127.0.0.1", port, name=APP)
+    yield f"http://127.0.0.1:{port}"
+    stop_application(APP)
+
+
+async def living_engines() -> set[str]:
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Engine", APP)
+    return {replica for replica, _ in await handle.broadcast("labelled_metrics").results_async(timeout_s=60)}
+
+
+async def credited() -> set[str]:
+    return set(await ControllerClient(APP, timeout_s=30.0).replicas())
+
+
+async def settled() -> bool:
+    """Two engines live, and the controller credits these and no other; it knows of no run any more."""
+    living = await living_engines()
+    active = (await ControllerClient(APP, timeout_s=30.0).counts())["runs_active"]
+    return len(living) == 2 and living == await credited() and active == 0
+
+
+async def undisturbed(url: str, name: str) -> tuple[float, float]:
+    """(seconds, hit) of the load when nobody dies."""
+    load = Load(url)
+    await load.submit(name)
+    runs = await load.ended()
+    assert {run["status"] for run in runs} == {"success"}
+    return time.time() - load.began_s, hit(await load.calls())
+
+
+async def killed(url: str, name: str, victim: Callable[[], Awaitable[int]], usual_s: float) -> Row:
+    load = Load(url)
+    await load.submit(name)
+    in_flight = await load.in_full_swing()
+    pid = await victim()
+    died_s = time.time()
+    os.kill(pid, signal.SIGKILL)
+    runs = await load.ended()
+    seconds = time.time() - load.began_s
+    calls = await load.calls()
+    for run in runs:
+        if run["status"] != "success":
+            print(f"{name}: run {run['run_id']} ended as {run['status']}: {run.get('error')}")
+    return Row(
+        killed=name,
+        in_flight=in_flight,
+        lost=sum(run["status"] != "success" for run in runs),
+        resumed=sum(run["attempt"] > 1 for run in runs),
+        extra_s=round(seconds - usual_s, 1),
+        hit_before=hit(call for call in calls if call["at_s"] < died_s),
+        hit_after=hit(call for call in calls if call["at_s"] >= died_s),
+    )
+
+
+@pytest.fixture
+def rows() -> Iterator[list[Row]]:
+    """Printed whatever happens."""
+    made: list[Row] = []
+    yield made
+    print("\n| killed (`kill -9`) | runs in flight | lost | resumed | extra seconds | hit before | after | recovered |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in made:
+        print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
+    if where := os.environ.get("PBKV_KILL_TABLE"):
+        Path(where).write_text(json.dumps([asdict(row) for row in made], indent=1) + "\n")
+
+
+async def test_any_process_may_die_under_load(url: str, rows: list[Row]):
+    await undisturbed(url, "warm-up")
+    await becomes(True, settled)
+    usual_s, _ = await undisturbed(url, "usual")
+    print(f"\n{RUNS} runs of {ROUNDS} calls take {usual_s:.1f} s when nobody dies")
+    chosen = os.environ.get("PBKV_KILL", "")
+    for name, victim in VICTIMS.items():
+        if chosen and name not in chosen.split(","):
+            continue
+        rows.append(await killed(url, name, victim, usual_s))
+        await becomes(True, settled)
+        _, rows[-1].hit_recovered = await undisturbed(url, f"after the {name}")
+    assert [(row.killed, row.lost) for row in rows] == [(row.killed, 0) for row in rows]
+    assert await Load(url).get("/v1/runs?status=running&limit=100") == []
+    assert await Load(url).get("/v1/runs?status=pending&limit=100") == []

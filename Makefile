@@ -6,6 +6,10 @@ OWN_ENGINE := tests/shells/test_radix_engine.py tests/workflows/test_on_smollm2.
 READY := .venv/.ready-$(SET)
 BIN := .venv/bin
 
+# Without bytecode every process of an application compiles SGLang and Ray anew: minutes at each start.
+unexport PYTHONDONTWRITEBYTECODE
+WARM := import deployments.app, ray.serve, sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler
+
 .PHONY: help setup demo test test-core soak lint lock clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -19,6 +23,7 @@ $(READY): deployments/requirements/$(SET).txt pyproject.toml
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet --no-deps -r deployments/requirements/$(SET).txt
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/uv pip install --quiet --no-deps -e .
 	$(BIN)/python -m pbkv_ray.engine.models default
+	$(BIN)/python -W ignore -c '$(WARM)' 2>/dev/null
 	@rm -f .venv/.ready-* && touch $@
 
 setup: $(READY) ## create .venv, install the pinned packages, prepare the default model

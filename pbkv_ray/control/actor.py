@@ -6,12 +6,14 @@ it would otherwise kill it again (reference: Ray retries actor tasks in flight).
 
 import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from time import time
+from time import perf_counter, time
 from typing import Any
 
+import numpy as np
+import psutil
 import ray
 
 from pbkv_ray.config import ControllerOptions
@@ -42,12 +44,16 @@ class ControllerHost(RoutingDesk):
         self._outboxes: dict[str, Outbox] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._counts: Counter[str] = Counter()
+        self._took: deque[float] = deque(maxlen=4_096)  # seconds a batch
+        self._process = psutil.Process()
         self._ticking: asyncio.Task[None] | None = None
 
     async def events(self, batch: Batch) -> str:
         """Returns the controller's epoch; a new one tells runners to announce their runs again."""
         self._ensure_ticking()
+        started = perf_counter()
         self._perform(self._controller.receive(batch))
+        self._took.append(perf_counter() - started)
         return self.epoch
 
     async def hints(
@@ -135,11 +141,19 @@ class ControllerHost(RoutingDesk):
             **self._prediction.counts(),
             **self._recording.counts(),
             **self._placing.routes.counts,
+            **self._batch_seconds(),
+            "memory_bytes": self._process.memory_info().rss,
             "runs_active": len(self._controller.runs),
             "replicas": len(self._controller.replicas),
             "hints_waiting": sum(map(len, self._outboxes.values())),
             "hints_dropped": sum(outbox.dropped for outbox in self._outboxes.values()),
         }
+
+    def _batch_seconds(self) -> dict[str, float]:
+        if not self._took:
+            return {}
+        p50, p99 = np.percentile(self._took, (50, 99))
+        return {"batch_seconds_p50": float(p50), "batch_seconds_p99": float(p99)}
 
     def _forget(self, replica: str) -> None:
         self._outboxes.pop(replica, None)

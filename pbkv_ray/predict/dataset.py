@@ -1,8 +1,9 @@
 """Traces of finished runs as training sets.
 
 A trace is a gzipped or plain JSON-lines file: a `_meta` line, then a run a line. Per call `a` is the agent, `in` and
-`out` its tokens; `t` (seconds), and hidden states `hp` (last prefill token), `hd` (last decoded token), `hi` (an
-inner layer; base64 of little-endian float16) are there only in traces of our own.
+`out` its tokens. Traces of our own may have hidden states: `prefill` (last prefill token), `decode` (last decoded
+token) and `inner` (an inner layer), in NAME.states.npz beside NAME.wf.jsonl.gz (`replay.recorded.state_arrays`), or in
+the calls as `hp`, `hd`, `hi` (base64 of little-endian float16).
 """
 
 import base64
@@ -11,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """`sha256` is of the file's bytes: it names the data that a model was trained on."""
+    """`sha256` is of the bytes of the file, and of the hidden states': it names the data a model was trained on."""
 
     name: str
     sha256: str
@@ -72,7 +73,37 @@ def load(path: Path) -> Trace:
         raise InputError(f"trace {path} has a row without `id` and `calls` of `a`, `in`, `out` ({error!r})") from error
     if not runs:
         raise InputError(f"trace {path} holds no run; record some first (pbkv traces export)")
-    return Trace(name, hashlib.sha256(raw).hexdigest(), runs)
+    digest = hashlib.sha256(raw)
+    states = path.parent / f"{name}.states.npz"
+    if states.is_file():
+        digest.update(states.read_bytes())
+        runs = _with_states(runs, states)
+    return Trace(name, digest.hexdigest(), runs)
+
+
+def _with_states(runs: Sequence[Run], path: Path) -> tuple[Run, ...]:
+    """Signals that every call of every run has; a run that lacks one is left out of a trace where others have it."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        row = {
+            (str(run), int(call)): i for i, (run, call) in enumerate(zip(arrays["run"], arrays["call"], strict=True))
+        }
+        known = {name: arrays["known"][:, i] for i, name in enumerate(("prefill", "decode"))}
+        parts = []
+        for run in runs:
+            rows = np.array([row.get((run.run_id, number), -1) for number in range(len(run.agents))])
+            hidden = {
+                name: arrays[name][rows].astype(np.float32)
+                for name, there in known.items()
+                if (rows >= 0).all() and there[rows].all() and np.isfinite(arrays[name][rows]).all()
+            }
+            parts.append(replace(run, hidden=hidden | run.hidden))
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise InputError(f"hidden states {path} cannot be read ({error}); export the trace again") from error
+    signals = {name for run in parts for name in run.hidden}
+    whole = tuple(run for run in parts if run.hidden.keys() == signals)
+    return whole if len(whole) >= len(parts) / 2 else tuple(parts)
 
 
 def _run(row: dict[str, Any], name: str) -> Run:
@@ -85,7 +116,7 @@ def _run(row: dict[str, Any], name: str) -> Run:
     }
     return Run(
         run_id=run_id,
-        workflow=str(row.get("workflow", name)),
+        workflow=str(row.get("workflow") or row.get("wf") or name),
         # Logs of one task may be kept more than once (ChatDev: name, organisation, time, then a copy's number).
         instance=str(row.get("inst") or _STAMP.split(run_id)[0]),
         agents=tuple(str(c["a"]) for c in calls),

@@ -187,6 +187,20 @@ def import_command(
     console.print(f"{len(workload)} runs of {workload.name} in {out}")
 
 
+@traces_app.command("export")
+def export_command(
+    database: Annotated[str, typer.Argument(help="SQLAlchemy URL of the store of an application that records")],
+    out: Annotated[Path, typer.Argument(help="a .wf.jsonl or .wf.jsonl.gz file in our own format")],
+    workflow: Annotated[str | None, typer.Option(help="only its runs")] = None,
+    states: Annotated[bool, typer.Option(help="write hidden states too, to NAME.states.npz beside it")] = True,
+) -> None:
+    """Write recorded runs as a trace, for `pbkv train`, `pbkv evaluate` and `pbkv replay`."""
+    from pbkv_ray.replay.recorded import export
+
+    runs, with_states = export(database, out, workflow=workflow, states=states)
+    console.print(f"{runs} runs in {out}, hidden states of {with_states} calls")
+
+
 @traces_app.command("stats")
 def stats_command(
     trace: Annotated[Path, typer.Argument()],

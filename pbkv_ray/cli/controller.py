@@ -1,0 +1,26 @@
+"""`pbkv bench controller`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pbkv_ray.cli.local import prepare_environment
+
+
+def controller(
+    rate: Annotated[int, typer.Option(min=1, help="events a second, over all sources")] = 50_000,
+    seconds: Annotated[float, typer.Option(min=1.0)] = 20.0,
+    sources: Annotated[int, typer.Option(min=1, help="runners and gateways that send")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="events of a batch")] = 512,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the result there")] = None,
+) -> None:
+    """How many events a real controller actor takes, how long a batch takes it, and whether its memory grows."""
+    prepare_environment()
+    from deployments.bench_controller import measure
+
+    text = json.dumps(measure(rate, seconds, sources, batch), indent=1)
+    print(text)
+    if json_file is not None:
+        json_file.write_text(text + "\n")

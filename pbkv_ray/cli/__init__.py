@@ -12,7 +12,7 @@ errors = Console(stderr=True)
 
 def build_app() -> typer.Typer:
     """The command with all its subcommands."""
-    from pbkv_ray.cli import controller, local, overhead, runs, submit
+    from pbkv_ray.cli import controller, local, overhead, record, runs, submit
     from pbkv_ray.predict import cli as predict
     from pbkv_ray.replay import bench_cli
     from pbkv_ray.replay import cli as replay
@@ -27,6 +27,7 @@ def build_app() -> typer.Typer:
     app.command("report")(replay.report_command)
     app.add_typer(runs.app, name="runs")
     app.add_typer(replay.replay_app, name="replay")
+    replay.traces_app.command("record")(record.record)
     app.add_typer(replay.traces_app, name="traces")
     bench_cli.bench_app.command("overhead")(overhead.overhead)
     bench_cli.bench_app.command("controller")(controller.controller)

@@ -62,7 +62,7 @@ def demo(
     jobs = [(name, one) for name, spec in REGISTRY.items() for one in islice(spec.samples(), runs)]
     with TemporaryDirectory(prefix="pbkv-demo-") as folder:
         database = f"sqlite+aiosqlite:///{folder}/runs.sqlite"
-        with serving({"model": model, "policy": policy, "database": database}, "127.0.0.1", _free_port()) as url:
+        with serving({"model": model, "policy": policy, "database": database}, "127.0.0.1", free_port()) as url:
             console.print(f"{len(jobs)} runs of {', '.join(REGISTRY)}, all at once")
             reports = asyncio.run(run_jobs(url, jobs, concurrency=len(jobs)))
     print_table(as_table(reports))
@@ -120,7 +120,7 @@ def _is_free(host: str, port: int) -> bool:
         return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -11,8 +11,8 @@ from pbkv_ray.cli import build_app
 
 COMMANDS = (
     "", "serve", "demo", "submit", "runs", "runs list", "runs show", "runs cancel", "train", "evaluate", "replay",
-    "traces", "traces import", "traces export", "traces stats", "bench", "bench evict", "bench policies",
-    "bench overhead", "bench controller", "report",
+    "traces", "traces import", "traces export", "traces record", "traces stats",
+    "bench", "bench evict", "bench policies", "bench overhead", "bench controller", "report",
 )  # fmt: skip
 
 

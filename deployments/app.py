@@ -14,6 +14,7 @@ from ray.serve.config import HTTPOptions
 
 from deployments.engine import EngineDeploymentOptions, engine_app
 from deployments.hosts import GatewayHost, RunnerHost
+from deployments.scaling import POLICY
 from deployments.settings import APPLICATION, AppArgs
 from pbkv_ray.control.actor import stop_controller
 from pbkv_ray.engine.models import resolve_model
@@ -36,6 +37,7 @@ def bind(args: AppArgs) -> Any:
         EngineDeploymentOptions(
             replicas=args.engine_replicas,
             autoscaling=_autoscaling(args),
+            graceful_shutdown_timeout_s=args.drain_s,
             health_check_timeout_s=120.0,  # a long prefill on a busy CPU gives no sign of life for a while
             environment=_environment(args),
             controller=args.controller_options,
@@ -73,7 +75,13 @@ def _autoscaling(args: AppArgs) -> dict[str, Any] | None:
     return {
         "min_replicas": args.engine_replicas,
         "max_replicas": args.max_engine_replicas,
-        "target_ongoing_requests": args.max_running_requests,
+        "look_back_period_s": 30.0,
+        "upscale_delay_s": 30.0,
+        "downscale_delay_s": 600.0,  # a replica that goes takes its cache with it
+        "policy": {
+            "policy_function": POLICY,
+            "policy_kwargs": {"queued_tokens": args.scale_at_queued_tokens, "max_running": args.max_running_requests},
+        },
     }
 
 

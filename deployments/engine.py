@@ -115,6 +115,11 @@ class EngineReplica:
         """What the scheduler holds now: running and waiting requests. For tests and operators."""
         return await self.server.load()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve asks for it; `deployments.scaling` decides by it."""
+        load = await self.server.load()
+        return {"queued_prefill_tokens": float(load["waiting_tokens"]), "running_calls": float(load["running"])}
+
     async def pids(self) -> list[int]:
         """This process first, then the engine's. For tests and operators."""
         return [os.getpid(), *sorted(self.server.pids)]

@@ -30,6 +30,10 @@ class AppArgs(BaseModel):
     policy: str = "lru"
     engine_replicas: Positive = 1
     max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two
+    scale_at_queued_tokens: Positive = 8_192  # uncached prompt tokens waiting in a replica: above it, it is behind
+    drain_s: Annotated[float, Field(gt=0)] = (
+        30.0  # how long an engine that goes may finish its calls; on a cluster, the longest call
+    )
     tensor_parallel: Positive = 1
     device_pool_tokens: Annotated[int, Field(ge=0)] = 16_384  # 0 on a GPU: SGLang takes what is free
     host_pool_ratio: Annotated[float, Field(ge=0)] = 2.0

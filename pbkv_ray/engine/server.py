@@ -208,12 +208,14 @@ class EngineServer:
             manager.rid_to_state.pop(request.rid, None)
 
     async def load(self) -> dict[str, Any]:
-        """The scheduler's own account: running requests, waiting requests, tokens in use (SGLang's LoadInfo)."""
+        """The scheduler's own account (SGLang's LoadInfo): running requests, waiting requests and the tokens of their
+        prompts that no cache holds, tokens in use."""
         self.enter()
         (found,) = (await self.manager.get_loads())[:1]
         return {
             "running": found.num_running_reqs,
             "waiting": found.num_waiting_reqs,
+            "waiting_tokens": found.num_waiting_uncached_tokens,
             "used_tokens": found.num_used_tokens,
         }
 

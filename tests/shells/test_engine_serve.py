@@ -154,6 +154,25 @@ def test_autoscaling_replaces_a_number_of_replicas(monkeypatch: pytest.MonkeyPat
     assert chosen["ray_actor_options"]["runtime_env"]["env_vars"]["XDG_CACHE_HOME"] == "/somewhere"
 
 
+def test_the_policy_is_one_that_ray_serve_takes_and_asks():
+    from types import SimpleNamespace
+
+    from ray.serve.config import AutoscalingConfig
+
+    from deployments.app import _autoscaling
+    from deployments.settings import AppArgs
+
+    args = AppArgs.checked({"engine_replicas": 1, "max_engine_replicas": 4, "scale_at_queued_tokens": 1_000})
+    config = AutoscalingConfig(**_autoscaling(args))
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    asked = SimpleNamespace(
+        target_num_replicas=2,
+        aggregated_metrics={"queued_prefill_tokens": {"a": 1_500.0, "b": 1_500.0}, "running_calls": {"a": 4.0}},
+    )
+    assert policy(asked) == (3, {})
+    assert policy(SimpleNamespace(target_num_replicas=2, aggregated_metrics=None)) == (2, {})
+
+
 def test_a_replica_without_a_gpu_for_every_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpus is 1, tensor_parallel 2"):
         serve_options(OPTIONS, EngineDeploymentOptions(gpus=1))

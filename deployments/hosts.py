@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.checkpoints import open_checkpointer
-from deployments.gateway import create_app
+from deployments.gateway import check_exposure, create_app
 from deployments.metrics import Text
 from deployments.registry import Workflows
 from deployments.remote import RUN_SERVICE, RemoteRunService, texts_of
@@ -35,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 def application() -> str:
     return str(serve.get_replica_context().app_name)
+
+
+def listening_host() -> str | None:
+    """The address that Serve's proxies listen on, which `AppArgs.host` only repeats; None without HTTP."""
+    from ray.serve.context import _get_global_client  # what serves, no public function tells
+
+    host: str | None = _get_global_client().http_config.host
+    return host
 
 
 class _Reporter:
@@ -102,6 +110,8 @@ class GatewayHost:
         self._engine = engine
 
     async def __serve_build_asgi_app__(self) -> FastAPI:  # the name is Serve's
+        if (host := await asyncio.to_thread(listening_host)) is not None:
+            check_exposure(host, self._args.gateway_options())
         self._reporter = _Reporter("gateway", application(), self._args.controller_options(application()))
 
         async def controller() -> Text:

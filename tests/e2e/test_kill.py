@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.soak]
 APP = f"pbkv-kill-{os.getpid()}"  # Ray names its processes by it
 RUNS = 12
 ROUNDS = 8
-PATIENCE_S = 300.0  # for whatever must become so; two slow cores
+PATIENCE_S = 900.0  # for whatever must become so: an engine starts in minutes where others want the cores too
 ALIVE = ("pending", "running")
 TASK = "The pump was replaced on Tuesday and the pressure rose; the committee wrote down what had been said. "
 
@@ -35,7 +35,7 @@ TASK = "The pump was replaced on Tuesday and the pressure rose; the committee wr
 @dataclass
 class Row:
     """What one death did. Seconds are those of the load beyond the same load undisturbed; hits are device-cached
-    tokens over prompt tokens, of the calls that ended before the death, after it, and of the next load."""
+    tokens over prompt tokens: of the undisturbed load before, of the one with the death, of the one after it."""
 
     killed: str
     in_flight: int
@@ -43,8 +43,8 @@ class Row:
     resumed: int
     extra_s: float
     hit_before: float
-    hit_after: float
-    hit_recovered: float = 0.0
+    hit_with: float
+    hit_after: float = 0.0
 
 
 @dataclass
@@ -212,11 +212,13 @@ async def credited() -> set[str]:
     return set(await ControllerClient(APP, timeout_s=30.0).replicas())
 
 
-async def settled() -> bool:
-    """Two engines live, and the controller credits these and no other; it knows of no run any more."""
-    living = await living_engines()
+async def unsettled() -> dict[str, Any]:
+    """Empty once two engines live, the controller credits these and no other, and knows of no run any more."""
+    living, known = await living_engines(), await credited()
     active = (await ControllerClient(APP, timeout_s=30.0).counts())["runs_active"]
-    return len(living) == 2 and living == await credited() and active == 0
+    if len(living) == 2 and living == known and active == 0:
+        return {}
+    return {"living": living, "credited": known, "runs_active": active}
 
 
 async def undisturbed(url: str, name: str) -> tuple[float, float]:
@@ -228,12 +230,11 @@ async def undisturbed(url: str, name: str) -> tuple[float, float]:
     return time.time() - load.began_s, hit(await load.calls())
 
 
-async def killed(url: str, name: str, victim: Callable[[], Awaitable[int]], usual_s: float) -> Row:
+async def killed(url: str, name: str, victim: Callable[[], Awaitable[int]], usual: tuple[float, float]) -> Row:
     load = Load(url)
     await load.submit(name)
     in_flight = await load.in_full_swing()
     pid = await victim()
-    died_s = time.time()
     os.kill(pid, signal.SIGKILL)
     runs = await load.ended()
     seconds = time.time() - load.began_s
@@ -246,9 +247,9 @@ async def killed(url: str, name: str, victim: Callable[[], Awaitable[int]], usua
         in_flight=in_flight,
         lost=sum(run["status"] != "success" for run in runs),
         resumed=sum(run["attempt"] > 1 for run in runs),
-        extra_s=round(seconds - usual_s, 1),
-        hit_before=hit(call for call in calls if call["at_s"] < died_s),
-        hit_after=hit(call for call in calls if call["at_s"] >= died_s),
+        extra_s=round(seconds - usual[0], 1),
+        hit_before=usual[1],
+        hit_with=hit(calls),
     )
 
 
@@ -257,7 +258,7 @@ def rows() -> Iterator[list[Row]]:
     """Printed whatever happens."""
     made: list[Row] = []
     yield made
-    print("\n| killed (`kill -9`) | runs in flight | lost | resumed | extra seconds | hit before | after | recovered |")
+    print("\n| killed (`kill -9`) | runs in flight | lost | resumed | extra seconds | hit before | with | after |")
     print("|---|---|---|---|---|---|---|---|")
     for row in made:
         print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
@@ -267,16 +268,18 @@ def rows() -> Iterator[list[Row]]:
 
 async def test_any_process_may_die_under_load(url: str, rows: list[Row]):
     await undisturbed(url, "warm-up")
-    await becomes(True, settled)
-    usual_s, _ = await undisturbed(url, "usual")
-    print(f"\n{RUNS} runs of {ROUNDS} calls take {usual_s:.1f} s when nobody dies")
+    await becomes({}, unsettled)
+    usual = await undisturbed(url, "usual")
+    print(f"\n{RUNS} runs of {ROUNDS} calls take {usual[0]:.1f} s when nobody dies")
     chosen = os.environ.get("PBKV_KILL", "")
     for name, victim in VICTIMS.items():
         if chosen and name not in chosen.split(","):
             continue
-        rows.append(await killed(url, name, victim, usual_s))
-        await becomes(True, settled)
-        _, rows[-1].hit_recovered = await undisturbed(url, f"after the {name}")
+        rows.append(await killed(url, name, victim, usual))
+        await becomes({}, unsettled)
+        usual = await undisturbed(url, f"after the {name}")
+        rows[-1].hit_after = usual[1]
+        print(f"after the {name}: {usual[0]:.1f} s", flush=True)
     assert [(row.killed, row.lost) for row in rows] == [(row.killed, 0) for row in rows]
     assert await Load(url).get("/v1/runs?status=running&limit=100") == []
     assert await Load(url).get("/v1/runs?status=pending&limit=100") == []

@@ -1,5 +1,6 @@
 """cluster.yaml and serve.yaml pass Ray's own validation, and the arguments in serve.yaml ours."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,46 @@ def test_the_cluster_file_passes_rays_validation():
     validate_config(config)
     workers = config["available_node_types"]["gpu8"]
     assert (workers["min_workers"], workers["max_workers"]) == (1, 8)
+
+
+def test_the_rayservice_passes_rays_schema_and_ours(tmp_path: Path):
+    from ray.serve.schema import ServeDeploySchema
+
+    for name in ("api-keys", "salt-secret"):
+        (tmp_path / name).write_text(KEY * 2)
+    text = (ROOT / "deployments" / "rayservice.yaml").read_text()
+    service = yaml.safe_load(text)
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    serve = ServeDeploySchema(**yaml.safe_load(service["spec"]["serveConfigV2"].replace("/etc/pbkv", str(tmp_path))))
+    (application,) = serve.applications
+    assert application.import_path == "deployments.app:build"
+    args = AppArgs.checked(application.args)
+    assert (args.host, args.gateway_options().api_keys) == (serve.http_options.host, (f"{KEY}{KEY}",))
+
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["rayVersion"] == version("ray")
+    assert cluster["authOptions"] == {"mode": "token"}
+    (group,) = cluster["workerGroupSpecs"]
+    head, worker = cluster["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
+    images = {container["image"] for spec in (head, worker) for container in spec["containers"]}
+    assert images == {yaml.safe_load((ROOT / "cluster.yaml").read_text())["docker"]["image"]}
+    assert worker["terminationGracePeriodSeconds"] > args.drain_s
+    # Every file that the arguments name is mounted, on every node.
+    assert {args.api_keys_file, args.salt_secret_file} == {tmp_path / "api-keys", tmp_path / "salt-secret"}
+    for spec in (head, worker):
+        assert "/etc/pbkv" in {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == {
+            v["name"] for v in spec["volumes"]
+        }
+
+
+def test_the_image_has_what_the_application_is_made_of():
+    lines = (ROOT / "deployments" / "Dockerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if line.startswith("COPY")}
+    packages = {"pbkv_ray", "agents", "workflows", "deployments"}
+    assert copied >= packages | {"deployments/requirements/full.txt"}
+    assert all((ROOT / path).exists() for path in copied - {"pyproject.toml"})
+    assert f"-t {yaml.safe_load((ROOT / 'cluster.yaml').read_text())['docker']['image']}" in lines[0]
 
 
 def test_the_serve_file_passes_rays_schema_and_ours():

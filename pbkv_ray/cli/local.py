@@ -32,11 +32,16 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     database: Annotated[str | None, typer.Option(help="SQLAlchemy URL; a SQLite file by default")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="file of API keys, one a line")] = None,
+    models: Annotated[
+        Path | None, typer.Option(help="folder of predictor models, one folder of pbkv train each")
+    ] = None,
+    record: Annotated[bool, typer.Option(help="keep every run's calls for pbkv traces export")] = False,
 ) -> None:
     """Serve the workflows over HTTP until interrupted."""
     args: dict[str, Any] = {"model": model, "policy": policy, "engine_replicas": replicas, "host": host}
     args |= {"database": database} if database else {}
     args |= {"api_keys_file": str(api_keys)} if api_keys else {}
+    args |= {"record": record} | ({"predictor_models": str(models)} if models else {})
     with serving(args, host, port) as url:
         console.print(f"ready at {url}  (workflows: {url}/docs, metrics: {url}/metrics); Ctrl-C stops it")
         stop = threading.Event()

@@ -30,6 +30,7 @@ class TrainOptions:
     weight_decay: float = 1e-3
     hide_agent: float = 0.1  # share of batches in which one agent is taken for unknown, so that new ones are learned
     hide_call: float = 0.3  # share of samples whose last call has only begun: no token counts, no hidden states
+    hide_decode: float = 0.2  # share whose last call has been prefilled only: no token counts, no state at its end
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -196,10 +197,11 @@ def _batch_loss(
 ) -> Tensor:
     known = module.options.agents
     rows = torch.arange(known + 1)
-    begun = torch.rand(len(data), generator=generator) < options.hide_call
-    data.features[begun, -features.LENGTHS :] = 0.0
-    for value in data.signals.values():
-        value[begun] = 0.0
+    stage = torch.rand(len(data), generator=generator)
+    begun, prefilled = stage < options.hide_call, stage < options.hide_call + options.hide_decode * bool(data.signals)
+    data.features[prefilled, -features.LENGTHS :] = 0.0
+    for name, value in data.signals.items():
+        value[prefilled if name == "decode" else begun] = 0.0
     if torch.rand((), generator=generator) < options.hide_agent:
         agent = int(torch.randint(known, (), generator=generator))
         data.features = data.features[:, torch.from_numpy(features.hidden(known, agent))]

@@ -65,6 +65,9 @@ def replay_command(
     max_prompt: Annotated[int | None, typer.Option(help="leave runs with a longer prompt out")] = None,
     page: Annotated[int, typer.Option(help="16: one unit a block; 1: every token")] = BLOCK_TOKENS,
     noise: Annotated[float, typer.Option(help="share of uniform noise in forecasts (paper Eq. 5)")] = 0.0,
+    predictor: Annotated[
+        str, typer.Option(help="counts, order-1, order-2, order-3, graphsage (trained first) or served (both)")
+    ] = "counts",
     steps: Annotated[int, typer.Option(help="K of the paper's score")] = 3,
     gamma: Annotated[float, typer.Option(help="of the paper's score")] = 0.7,
     rho: Annotated[float, typer.Option(help="share of the pool that prefetch may take from active nodes")] = 0.0,
@@ -82,16 +85,18 @@ def replay_command(
     from pbkv_ray.replay.keys import Outputs
     from pbkv_ray.replay.outcome import Scheduler
     from pbkv_ray.replay.policies import parse_policies
+    from pbkv_ray.replay.predictors import predictor_of
 
     choices = parse_policies(policies)
     if mode not in get_args(Mode) or outputs not in get_args(Outputs) or order not in ("fcfs", "cached"):
         raise ConfigError(f"--mode {mode!r}, --outputs {outputs!r} or --order {order!r} is unknown; see --help")
     shown, other = _halves(trace, half, runs, whole, train)
     cutting = [w.max_output(max_output).max_prompt(max_prompt) for w in (shown, other) if w is not None]
+    train_on = cutting[1] if len(cutting) > 1 else None
     setup = Setup(
         cutting[0],
         concurrency or shown.in_flight,
-        cutting[1] if len(cutting) > 1 else None,
+        train_on,
         unit_tokens=page,
         outputs=cast(Outputs, outputs),
         known_only=known_only,
@@ -102,6 +107,8 @@ def replay_command(
         arrivals=parse_arrivals(arrivals),
         seed=seed,
         noise=noise,
+        predictor=predictor,
+        make_predictor=predictor_of(predictor, train_on),
         steps=steps,
         gamma=gamma,
         rho=rho,

@@ -8,8 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from pbkv_ray.core.admission import Admission, AdmissionOptions
+from pbkv_ray.core.forecast import Predictor
 from pbkv_ray.core.scores import PaperScore, Score
 from pbkv_ray.errors import ConfigError
+from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
 from pbkv_ray.replay.cost import Cost
 from pbkv_ray.replay.driver import Driver, StockDriver
@@ -53,6 +55,8 @@ class Setup:
     steps: int = 3  # the paper's K and gamma: scores of `he` and `pbkv`
     gamma: float = 0.7
     rho: float = 0.0  # share of the pool that a prefetch may take from active nodes (paper, appendix E)
+    predictor: str = "counts"  # of replay.predictors
+    make_predictor: Callable[[], Predictor] = VariableOrderCounts
     score: Callable[[], Score] | None = None  # experiments: instead of every policy's own
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     memo: Memo = field(default_factory=Memo)
@@ -94,6 +98,7 @@ def make_driver(policy: str, capacity: int, setup: Setup, times: dict[str, list[
         policy,
         base,
         setup.unit_tokens,
+        predictor=setup.make_predictor(),
         future=times,
         agents={run.run_id: run.agents for run in setup.workload.runs} if policy == "oracle" else None,
         noise=setup.noise,
@@ -118,7 +123,8 @@ def fixed(policy: str, fraction: float, setup: Setup) -> Hits:
     order, keys = setup.order(workload), setup.keys(workload)
     if policy == BOUND:
         return replay_belady(workload, order, keys, capacity)
-    belongs = (id(workload), id(setup.train), setup.concurrency, setup.seed, setup.unit_tokens, setup.known_only)
+    shared = (setup.concurrency, setup.seed, setup.unit_tokens, setup.known_only, setup.predictor)
+    belongs = (id(workload), id(setup.train), *shared)
     if setup.memo.order != belongs:
         setup.memo.order, setup.memo.learned = belongs, None
         setup.memo.forecasts.clear()
@@ -276,6 +282,7 @@ def replay(
             "mode": mode,
             "seed": setup.seed,
             "noise": setup.noise,
+            "predictor": setup.predictor,
             "K": setup.steps,
             "gamma": setup.gamma,
             "rho": setup.rho,

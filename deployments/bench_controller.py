@@ -1,5 +1,7 @@
 """`pbkv bench controller`: events of many runs into a real controller actor, at a rate, from several sources.
 
+First the core alone, in CPU time, which a busy machine does not change; then a real actor, by the clock.
+
 A source has one batch in flight, as `control.pump` has; replicas poll for hints and acknowledge them. Run ids are
 what clients might choose. Handling times are taken in the actor; a round trip is a batch's, with the network.
 """
@@ -8,16 +10,18 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
-from time import monotonic, perf_counter, time
+from time import monotonic, perf_counter, thread_time, time
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 
 from deployments.app import start_ray
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.actor import start_controller, stop_controller
 from pbkv_ray.control.client import ControllerClient
+from pbkv_ray.core.controller import Controller
 from pbkv_ray.core.events import (
     AgentEntered,
     AgentLeft,
@@ -25,11 +29,13 @@ from pbkv_ray.core.events import (
     CallFinished,
     CallStarted,
     Event,
+    ReplicaJoined,
     RunEnded,
     RunStarted,
     ToolWaiting,
 )
 from pbkv_ray.errors import UnavailableError
+from pbkv_ray.predict.counts import VariableOrderCounts
 
 APPLICATION = "pbkv-bench-controller"
 AGENTS = ("planner", "coder", "tester", "analyser", "committer")
@@ -68,13 +74,40 @@ def events_of(source: int, clock: Callable[[], float] = time) -> Iterator[Event]
                 yield from said
 
 
+def core(batches: int, sources: int, batch: int, clock_step_s: float) -> dict[str, Any]:
+    """{"events_per_cpu_s", "batch_cpu_ms": {"p50", "p99"}, "memory_mb": [a quarter of the way, half, ...]}"""
+    controller = Controller(ControllerOptions(), VariableOrderCounts())
+    process, now_s = psutil.Process(), [time()]
+    controller.handle(*(ReplicaJoined(replica, "epoch", now_s[0]) for replica in ("r0", "r1")))
+    streams = [events_of(source, lambda: now_s[0]) for source in range(sources)]
+    took: list[float] = []
+    memory: list[float] = []
+    for number in range(batches):
+        chosen = tuple(islice(streams[number % sources], batch))
+        started = thread_time()
+        controller.receive(Batch(f"source {number % sources}", number // sources * batch, chosen))
+        took.append(thread_time() - started)
+        now_s[0] += clock_step_s
+        if number % max(1, batches // 4) == batches // 4 - 1:
+            memory.append(round(process.memory_info().rss / 1e6, 1))
+    return {
+        "events_per_cpu_s": round(batches * batch / sum(took)),
+        "batch_cpu_ms": {f"p{q}": round(1_000 * float(np.percentile(took, q)), 3) for q in (50, 99)},
+        "memory_mb": memory,
+    }
+
+
 def measure(rate: int, seconds: float, sources: int, batch: int) -> dict[str, Any]:
-    """{"events_per_s", "handled_ms": {"p50", "p99"}, "round_trip_ms": {...}, "memory_mb": [...], "counts", "setup"}"""
+    """{"core", "events_per_s", "handled_ms": {"p50", "p99"}, "round_trip_ms": {...}, "memory_mb": [...], "counts",
+    "setup"}"""
+    alone = core(round(rate * seconds / batch), sources, batch, batch / rate)
     start_ray(2)
     try:
         start_controller(APPLICATION, ControllerOptions())
         found = asyncio.run(_drive(rate, seconds, sources, batch))
-        return found | {"setup": {"rate": rate, "seconds": seconds, "sources": sources, "batch": batch}}
+        return (
+            {"core": alone} | found | {"setup": {"rate": rate, "seconds": seconds, "sources": sources, "batch": batch}}
+        )
     finally:
         stop_controller(APPLICATION)
         ray.shutdown()

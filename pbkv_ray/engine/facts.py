@@ -19,6 +19,7 @@ import numpy.typing as npt
 import zmq
 
 from pbkv_ray.core.events import Residency
+from pbkv_ray.core.misses import Missed
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,15 @@ class Evicted:
     fallbacks: int
     failures: int
     recent: tuple[tuple[str, int, str, float], ...] = ()
+    trusted: bool = True  # False: the policy is given up until the cache is flushed, LRU decides
+
+
+@dataclass(frozen=True, slots=True)
+class CallMissed:
+    """What a call did not find on the device, when it was admitted."""
+
+    call_id: str
+    spans: tuple[Missed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class HiddenState:
     blocks: npt.NDArray[np.int64] | None = None
 
 
-Fact = Residency | Evicted | Prefetched | HiddenState
+Fact = Residency | Evicted | Prefetched | HiddenState | CallMissed
 
 
 @dataclass(slots=True)
@@ -116,11 +126,14 @@ class FactsReceiver:
         match body["kind"]:
             case "residency":
                 tokens = {run: (int(device), int(host)) for run, (device, host) in body["tokens"].items()}
-                at_s, queued = float(body["at"]), int(body["queued"])
-                return Residency(self._replica, self._epoch, at_s, tokens, queued)
+                at_s, queued, pace = float(body["at"]), int(body["queued"]), float(body.get("pace", 0.0))
+                return Residency(self._replica, self._epoch, at_s, tokens, queued, pace)
             case "evicted":
                 recent = tuple((str(t), int(n), str(r), float(s)) for t, n, r, s in body["recent"])
-                return Evicted(body["tokens"], body["partial"], body["fallbacks"], body["failures"], recent)
+                failed = body["fallbacks"], body["failures"]
+                return Evicted(body["tokens"], body["partial"], *failed, recent, bool(body.get("trusted", True)))
+            case "missed":
+                return CallMissed(str(body["call"]), tuple(Missed(*span) for span in body["spans"]))
             case "prefetched":
                 return Prefetched(body["tokens"])
             case "hidden":

@@ -14,6 +14,7 @@ BACKEND = "pbkv"  # our name in SGLang's radix-cache and tree-core registries
 
 # policy: (switches on). What it scores by is in core.scores.score_of.
 _PARTIAL = frozenset({"pbkv+", "oracle"})
+_HOLD = frozenset({"pbkv+", "oracle"})
 _PREFETCH = frozenset({"kvflow", "pbkv", "pbkv+", "oracle"})
 
 
@@ -25,6 +26,7 @@ class RadixOptions:
     prefetch: load host nodes on pure-decode batches; aggressive_share: how much of the pool it may take from active
               nodes to do so (paper, appendix E: rho), 0 = never.
     max_age_s: a forecast older than this, on the broadcast clock, is void.
+    hold_siblings: requests that share a cold prefix wait until the first of them has computed it (`engine.queue`).
     facts: zmq endpoint of a `facts.FactsReceiver`; empty: nothing is reported. hidden_states: also two vectors a call.
     """
 
@@ -36,6 +38,7 @@ class RadixOptions:
     rescore_s: float = 0.0
     facts: str = ""
     hidden_states: bool = False
+    hold_siblings: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -52,6 +55,7 @@ class RadixOptions:
         usual: dict[str, Any] = {
             "partial_tokens": 256 if policy in _PARTIAL else 0,
             "prefetch": policy in _PREFETCH,
+            "hold_siblings": policy in _HOLD,
         }
         return cls(policy=policy, **(usual | switches))
 

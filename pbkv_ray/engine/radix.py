@@ -17,29 +17,39 @@ from pbkv_ray.core.ghost import block_hashes
 from pbkv_ray.engine import scheduler
 from pbkv_ray.engine.facts import FactsSender
 from pbkv_ray.engine.hints import owner_of
+from pbkv_ray.engine.misses import EngineMisses
 from pbkv_ray.engine.policies import BACKEND, RadixOptions
 from pbkv_ray.engine.prefetcher import EnginePrefetcher
+from pbkv_ray.engine.queue import Queue
 from pbkv_ray.engine.tree_core import OwnedFullComponent, OwnedTreeCore
 
 
 class OwnedRadixCache(UnifiedRadixCache):
     """SGLang's cache. A request's path gets its owner when it is admitted and when its tokens are inserted."""
 
+    queue: Queue
     prefetcher: EnginePrefetcher | None = None
     facts: FactsSender | None = None
+    misses: EngineMisses | None = None
 
     def attach(self, rank: int) -> None:
         """What works beside the tree; once the host tier is there, if there is to be one."""
         options = self.tree_core.options
+        self.queue = Queue(self.tree_core)
         if options.prefetch and self.cache_controller is not None and self.pp_size == 1:
             self.prefetcher = EnginePrefetcher(self, options.aggressive_share)
         if options.facts and rank == 0 and self.pp_rank == 0 and self.facts is None:
             self.facts = FactsSender(options.facts)
+        if self.facts is not None:
+            self.misses = EngineMisses(self.facts, lambda: float(self.tree_core.index.owners.now_s))
+            self.tree_core.evicted = self.misses.evicted
 
     def reset(self) -> None:
         super().reset()
         if self.prefetcher is not None:
             self.prefetcher.reset()
+        if self.misses is not None:
+            self.misses.clear()
 
     def choose(self, options: RadixOptions) -> None:
         """Another policy from now on, for benchmarks: the cache is emptied, what was learned of prompts stays."""
@@ -68,6 +78,8 @@ class OwnedRadixCache(UnifiedRadixCache):
         if self.prefetcher is not None:
             core.tell(self.prefetcher.used, node)
         self._own(owner, node)
+        if self.misses is not None:
+            self.misses.admitted(req, owner)
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)

@@ -6,6 +6,7 @@ Every hook leaves a scheduler with another radix cache alone.
 import json
 import logging
 import os
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -72,7 +73,9 @@ def after_plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if cache is None:
         return
     batch = plan.batch_to_run
-    if batch is not None and batch.forward_mode.is_extend():
+    prefills = batch is not None and batch.forward_mode.is_extend()
+    cache.queue.pace.planned(int(batch.extend_num_tokens or 0) if prefills else 0, perf_counter())
+    if prefills:
         for req in batch.reqs:
             if not hasattr(req, "pbkv_admitted"):  # chunks of a prompt and retracted requests come again
                 req.pbkv_admitted = True
@@ -85,7 +88,15 @@ def after_plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             cache.tree_core.count.failures += 1
             logger.exception("prefetch failed and is off from now on")
     if cache.facts is not None and cache.facts.due():
-        report(cache, sum(len(req.origin_input_ids) for req in scheduler.waiting_queue))
+        report(cache, cache.queue.waiting_tokens(scheduler))
+
+
+def around_new_prefill(make: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `Scheduler.get_new_batch_prefill`: siblings wait until the first of them has computed their prefix."""
+    cache = _ours(scheduler)
+    if cache is None or not cache.tree_core.options.hold_siblings:
+        return make(scheduler, *args, **kwargs)
+    return cache.queue.plan(scheduler, lambda: make(scheduler, *args, **kwargs))
 
 
 def report(cache: Any, queued_prefill_tokens: int) -> None:
@@ -93,7 +104,12 @@ def report(cache: Any, queued_prefill_tokens: int) -> None:
     core, count = cache.tree_core, cache.tree_core.count
     cache.facts.send(
         "residency",
-        {"tokens": core.index.residency(), "queued": queued_prefill_tokens, "at": core.index.owners.now_s},
+        {
+            "tokens": core.index.residency(),
+            "queued": queued_prefill_tokens,
+            "pace": round(cache.queue.pace.tokens_s, 1),
+            "at": core.index.owners.now_s,
+        },
     )
     tokens = {tier.name.lower(): count.evicted_tokens[tier] for tier in Tier}
     cache.facts.send(
@@ -103,6 +119,7 @@ def report(cache: Any, queued_prefill_tokens: int) -> None:
             "partial": count.partial,
             "fallbacks": count.fallbacks,
             "failures": count.failures,
+            "trusted": core.trusted,
             "recent": list(count.recent),
         },
     )
@@ -150,6 +167,7 @@ def register() -> None:
     setattr(Scheduler, RPC, apply_hints)
     setattr(Scheduler, RPC_CHOOSE, choose_policy)
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", after_plan, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", around_new_prefill, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}._add_request_to_queue", after_queue, HookType.AFTER)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_prefill", around_prefill, HookType.AROUND)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_decode", after_decode, HookType.AFTER)

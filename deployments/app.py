@@ -19,6 +19,7 @@ from deployments.settings import APPLICATION, AppArgs
 from pbkv_ray.control.actor import stop_controller
 from pbkv_ray.engine.models import resolve_model
 from pbkv_ray.errors import UnavailableError
+from pbkv_ray.routing.router import router_config
 from workflows.tools.sandbox import refusal
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def bind(args: AppArgs) -> Any:
             health_check_timeout_s=120.0,  # a long prefill on a busy CPU gives no sign of life for a while
             environment=_environment(args),
             controller=args.controller_options,
+            router=router_config() if args.router == "pbkv" else None,
         ),
     )
     runner = serve.deployment(

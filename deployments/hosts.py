@@ -27,6 +27,7 @@ from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.control.pump import EventPump
 from pbkv_ray.errors import InputError
+from pbkv_ray.routing.metrics import router_text
 from pbkv_ray.store import Store
 from workflows.tools.sandbox import refusal
 
@@ -92,7 +93,7 @@ class RunnerHost:
 
     async def labelled_metrics(self) -> tuple[str, str]:
         """This replica's id, and its metrics as a Prometheus text."""
-        return str(serve.get_replica_context().replica_id.unique_id), self._runner.metrics_text()
+        return str(serve.get_replica_context().replica_id.unique_id), self._runner.metrics_text() + router_text()
 
     async def __del__(self) -> None:
         """Serve awaits it: runs in flight go back to the queue, for the next runner."""
@@ -114,6 +115,9 @@ class GatewayHost:
             check_exposure(host, self._args.gateway_options())
         self._reporter = _Reporter("gateway", application(), self._args.controller_options(application()))
 
+        async def router() -> Text:
+            return router_text()
+
         async def controller() -> Text:
             return controller_text(await self._reporter.client.counts())
 
@@ -127,6 +131,7 @@ class GatewayHost:
                 "engine": lambda: texts_of(self._engine),
                 "runner": lambda: texts_of(self._runner),
                 "controller": controller,
+                "router": router,
             },
             about={"model": self._args.model, "policy": self._args.policy},
         )

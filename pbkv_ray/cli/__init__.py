@@ -12,9 +12,9 @@ errors = Console(stderr=True)
 
 def build_app() -> typer.Typer:
     """The command with all its subcommands."""
-    from pbkv_ray.cli import controller, local, overhead, record, runs, submit
+    from pbkv_ray.cli import controller, local, overhead, record, routing, runs, submit
     from pbkv_ray.predict import cli as predict
-    from pbkv_ray.replay import bench_cli
+    from pbkv_ray.replay import bench_cli, bench_routing
     from pbkv_ray.replay import cli as replay
     from pbkv_ray.replay.bench_cli import bench_app
 
@@ -30,6 +30,8 @@ def build_app() -> typer.Typer:
     replay.traces_app.command("record")(record.record)
     app.add_typer(replay.traces_app, name="traces")
     bench_cli.bench_app.command("overhead")(overhead.overhead)
+    bench_cli.bench_app.command("routing")(routing.routing)
+    replay.replay_app.command("routing")(bench_routing.routing_command)
     bench_cli.bench_app.command("controller")(controller.controller)
     app.add_typer(bench_cli.bench_app, name="bench")
     app.add_typer(bench_app, name="bench")

@@ -8,12 +8,13 @@ so that what the machine does meanwhile is spread over all of them.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as t_distribution
 
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
@@ -58,9 +59,12 @@ class Tally:
     ttft_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     engine: dict[str, float] = field(default_factory=dict)
+    cpu_us: list[float] = field(default_factory=list)  # of the scheduler, a prompt token, one per block
     prefetch: dict[str, int] = field(default_factory=dict)
 
-    def add_engine(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def add_engine(self, before: dict[str, Any], after: dict[str, Any], prompt: int) -> None:
+        """What the engine counted in a block of `prompt` prompt tokens."""
+        self.cpu_us.append(1e6 * (after.get("cpu_s", 0.0) - before.get("cpu_s", 0.0)) / max(1, prompt))
         for key, value in after.items():
             if key == "prefetch":
                 for name, tokens in value.items():
@@ -112,10 +116,10 @@ async def bench_policies(
             turn = block % len(options.policies)
             for policy in (*options.policies[turn:], *options.policies[:turn]):
                 server = await engine_of(policy)
-                before = await _state(server)
+                before, prompt = await _state(server), tallies[policy].prompt
                 loop = ClosedLoop(server, policy, runs, train, options, tallies[policy])
                 await loop.run()
-                tallies[policy].add_engine(before, await _state(server))
+                tallies[policy].add_engine(before, await _state(server), tallies[policy].prompt - prompt)
                 figures = tallies[policy].as_json()
                 progress(
                     f"block {block + 1}/{options.blocks} {policy:8} device {figures['device_hit']:.3f} "
@@ -139,7 +143,27 @@ async def bench_policies(
         "seed": options.seed,
         "prefill_share": round(prefill / (prefill + decode), 3) if prefill + decode else None,
     }
-    return {"policies": {name: tally.as_json() for name, tally in tallies.items()}, "setup": setup}
+    first = tallies[options.policies[0]]
+    return {
+        "policies": {name: tally.as_json() for name, tally in tallies.items()},
+        "scheduler_cpu_ratio": {name: paired_ratio(t.cpu_us, first.cpu_us) for name, t in tallies.items()},
+        "setup": setup,
+    }
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
+    """{"mean", "low", "high"}: geometric mean of the blocks' ratios and its 95 % interval (Student's t).
+
+    None for less than three blocks, or where the scheduler reports no CPU time.
+    """
+    if len(ours) < 3 or min(*ours, *theirs) <= 0:
+        return None
+    logs = np.log(ours) - np.log(theirs)
+    half = float(t_distribution.ppf(0.975, len(logs) - 1)) * float(logs.std(ddof=1)) / len(logs) ** 0.5
+    mean = float(logs.mean())
+    return {
+        name: round(float(np.exp(x)), 4) for name, x in (("mean", mean), ("low", mean - half), ("high", mean + half))
+    }
 
 
 @asynccontextmanager

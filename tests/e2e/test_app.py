@@ -11,6 +11,9 @@ import pytest
 from langgraph_sdk import get_client
 from typer.testing import CliRunner
 
+from pbkv_ray.errors import InputError
+from pbkv_ray.predict import dataset
+from pbkv_ray.replay.recorded import export
 from tests.e2e import openai_script, sdk_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -20,14 +23,18 @@ SLOW = {"task": "hello", "rounds": 50, "answer_tokens": 200}
 
 
 @pytest.fixture(scope="module")
-def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite+aiosqlite:///{tmp_path_factory.mktemp('app')}/runs.sqlite"
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, tiny_model: Path, database: str) -> Iterator[str]:
     from deployments.app import run_local, stop_application
     from deployments.settings import AppArgs
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("app")
     args = AppArgs.checked(
         {
             "model": str(tiny_model),
@@ -35,7 +42,8 @@ def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
             "device_pool_tokens": 8_192,
             "context_length": 4_096,
             "engine_threads": 1,
-            "database": f"sqlite+aiosqlite:///{folder}/runs.sqlite",
+            "database": database,
+            "record": True,
             "registry": "tests.e2e.echo_workflow:REGISTRY",
         }
     )
@@ -105,6 +113,28 @@ async def test_the_controller_heard_of_every_run_and_steered_the_engine(url: str
     assert metric(text, "pbkv_controller_replicas") == 1
     assert metric(text, "sglang:prompt_tokens_total") > 0
     assert metric(text, "pbkv_engine_tokens_total") > 0
+
+
+async def test_runs_are_recorded_with_their_hidden_states_and_leave_as_a_trace(url: str, database: str, tmp_path: Path):
+    async with get_client(url=url, api_key="") as client:
+        run = await client.runs.create(None, "echo", input=QUICK)
+        await client.runs.join(run["thread_id"], run["run_id"])
+        async with asyncio.timeout(60):
+            while run["run_id"] not in await asyncio.to_thread(recorded, database, tmp_path):
+                await asyncio.sleep(0.2)
+    (mine,) = (one for one in dataset.load(tmp_path / "own.wf.jsonl.gz").runs if one.run_id == run["run_id"])
+    assert (mine.workflow, mine.agents) == ("echo", ("speaker", "speaker"))
+    assert {name: states.shape for name, states in mine.hidden.items()} == {"prefill": (2, 128), "decode": (2, 128)}
+    assert mine.instance != mine.run_id, "named by its input"
+
+
+def recorded(database: str, folder: Path) -> list[str]:
+    """Run ids of an export; none while nothing has been recorded."""
+    try:
+        export(database, folder / "own.wf.jsonl.gz", workflow="echo")
+    except InputError:
+        return []
+    return [run.run_id for run in dataset.load(folder / "own.wf.jsonl.gz").runs]
 
 
 def test_submit_prints_one_json_row_a_run(url: str, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ it would otherwise kill it again (reference: Ray retries actor tasks in flight).
 import asyncio
 import uuid
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
@@ -23,6 +23,7 @@ from pbkv_ray.control.recording import Recording
 from pbkv_ray.core.actions import Action
 from pbkv_ray.core.controller import Controller
 from pbkv_ray.core.events import Batch, CallState, ReplicaJoined, ReplicaLeft, Residency, Tick
+from pbkv_ray.core.live import LiveView
 from pbkv_ray.core.outbox import Outbox
 
 NAMESPACE = "pbkv"
@@ -39,8 +40,10 @@ class ControllerHost(RoutingDesk):
         self._controller = Controller(options, self._prediction.predictor)
         self._prediction.follow(self._controller)
         self._recording = Recording(options)
-        self._controller.listeners.append(self._recording.heard)
+        if options.record_to:
+            self._controller.listeners.append(self._recording.heard)
         self._open_desk(self._controller, options.max_runs)
+        self._live = LiveView(self._controller)
         self._outboxes: dict[str, Outbox] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._counts: Counter[str] = Counter()
@@ -78,7 +81,10 @@ class ControllerHost(RoutingDesk):
             number, actions = outbox.take(acknowledged)
         return self.epoch, number, actions
 
-    async def report(self, residency: Residency) -> None:
+    async def report(self, residency: Residency, numbers: Mapping[str, float] | None = None) -> None:
+        """`numbers`: what the engine says of itself beside it, for those who watch (`core.live`)."""
+        if numbers:
+            self._live.reported(residency.replica, residency.epoch, numbers)
         # Who is silent is decided by one clock: an engine's own stands still while nobody calls it.
         self._perform(self._controller.handle(replace(residency, at_s=time())))
 
@@ -112,6 +118,11 @@ class ControllerHost(RoutingDesk):
             }
             for run in shown
         ]
+
+    async def live(self, limit: int = 500) -> dict[str, Any]:
+        """One snapshot for the live page, with rows of the `limit` oldest runs (`core.live.LiveView.snapshot`)."""
+        self._ensure_ticking()
+        return self._live.snapshot(time(), limit)
 
     async def replicas(self) -> dict[str, dict[str, Any]]:
         """Replica -> what it is credited with: runs held, device and host tokens, tokens queued for prefill."""
@@ -161,6 +172,7 @@ class ControllerHost(RoutingDesk):
 
     def _perform(self, actions: Sequence[Action]) -> None:
         self._routes_follow(actions)
+        self._live.performed(actions)
         for action in actions:
             self._counts[f"action_{type(action).__name__}"] += 1
             for replica, outbox in self._outboxes.items():
@@ -182,6 +194,7 @@ class ControllerHost(RoutingDesk):
             for replica in silent:
                 self._forget(replica)
             self._perform(self._controller.handle(*(ReplicaLeft(r, now_s) for r in silent), Tick(now_s)))
+            self._live.tick(now_s)
 
 
 def controller_name(application: str) -> str:

@@ -1,7 +1,7 @@
 """How other processes talk to the controller actor: found by name, lost and found again, never waited for long."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -42,8 +42,8 @@ class ControllerClient:
         self._acknowledged = number
         return tuple(actions)
 
-    async def report(self, residency: Residency) -> None:
-        await self._ask("report", residency)
+    async def report(self, residency: Residency, numbers: Mapping[str, float] | None = None) -> None:
+        await self._ask("report", residency, numbers)
 
     async def leave(self, replica: str) -> None:
         await self._ask("leave", replica)
@@ -74,6 +74,11 @@ class ControllerClient:
 
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._ask("runs", limit)
+        return found
+
+    async def live(self, limit: int) -> dict[str, Any]:
+        """What the live page shows; see `core.live.LiveView.snapshot`."""
+        found: dict[str, Any] = await self._ask("live", limit)
         return found
 
     async def replicas(self) -> dict[str, dict[str, Any]]:

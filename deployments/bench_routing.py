@@ -1,8 +1,9 @@
 """`pbkv bench routing`: a trace on several real engines behind Ray Serve, under one router after the other.
 
 Real engines with the tiny random-weight model, real routers in this process, real controller, forecasts and hints. Each
-router starts with new engines, so with empty caches. The engines share this machine's cores: imbalance costs them
-little and latency says nothing; hits and the spread of the computed tokens are what is measured.
+router has a handle of its own on the same engines, whose caches are emptied in between. The engines share this
+machine's cores: imbalance costs them little and latency says nothing; hits and the spread of the computed tokens are
+what is measured.
 """
 
 import asyncio
@@ -57,6 +58,11 @@ class TokenCall(Asked):
 class TokenReplica(EngineReplica):
     """An engine that also takes calls as tokens."""
 
+    async def flush(self) -> bool:
+        """Forget everything that is cached; False when the engine is not idle."""
+        self.server.enter()
+        return bool((await self.server.manager.flush_cache(timeout_s=60.0)).success)
+
     async def tokens(self, call: TokenCall) -> Json:
         """{"prompt", "device", "host": tokens, "replica"}"""
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -102,7 +108,8 @@ class _Timed:
 
 
 class TimedPbkv(_Timed, PbkvRouter):
-    pass
+    def initialize_state(self, **options: Any) -> None:
+        super().initialize_state(consult_timeout_s=1.0)  # on a machine that does three engines' work
 
 
 class TimedPowerOfTwo(_Timed, PowerOfTwoChoicesRequestRouter):
@@ -117,13 +124,7 @@ class TimedPrefix(_Timed, PrefixCacheAffinityRouter):
     pass
 
 
-ROUTERS: dict[str, tuple[type, Json]] = {
-    "pbkv": (TimedPbkv, {"consult_timeout_s": 1.0}),
-    "pow2": (TimedPowerOfTwo, {}),
-    "hash": (TimedHash, {}),
-    "prefix": (TimedPrefix, {}),
-    "prefix-balanced": (TimedPrefix, {"imbalanced_threshold": 4}),
-}
+ROUTERS: dict[str, type] = {"pow2": TimedPowerOfTwo, "pbkv": TimedPbkv, "hash": TimedHash, "prefix": TimedPrefix}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,12 @@ def bench_routing(workload: Workload, bench: RoutingBench, progress: Callable[[s
     rows: Json = {}
     start_ray(bench.replicas + 1)
     try:
-        for name in bench.routers:
-            progress(f"{name}: starting {bench.replicas} engines")
-            with _engines(name, engine, bench) as handle:
-                rows[name] = asyncio.run(_Loop(handle, name, workload, bench, vocabulary).run())
-            progress(f"{name}: {json.dumps(rows[name])}")
+        progress(f"starting {bench.replicas} engines")
+        with _engines(engine, bench):
+            for name in bench.routers:
+                with _handle(name) as handle:
+                    rows[name] = asyncio.run(_Loop(handle, name, workload, bench, vocabulary).run())
+                progress(f"{name}: {json.dumps(rows[name])}")
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -185,8 +187,7 @@ def bench_routing(workload: Workload, bench: RoutingBench, progress: Callable[[s
 
 
 @contextmanager
-def _engines(router: str, engine: EngineOptions, bench: RoutingBench) -> Iterator[Any]:
-    made, options = ROUTERS[router]
+def _engines(engine: EngineOptions, bench: RoutingBench) -> Iterator[None]:
     deployment = EngineDeploymentOptions(
         replicas=bench.replicas,
         cpus=0.5,
@@ -194,17 +195,32 @@ def _engines(router: str, engine: EngineOptions, bench: RoutingBench) -> Iterato
         health_check_period_s=30.0,
         health_check_timeout_s=300.0,
         environment={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-        router=RequestRouterConfig(
-            request_router_class=f"{made.__module__}:{made.__name__}", request_router_kwargs=options
-        ),
     )
     start_controller(APPLICATION, ControllerOptions())
     replica = serve.deployment(TokenReplica, name="Engine", **serve_options(engine, deployment))
     try:
-        yield serve.run(replica.bind(engine, 240.0), name=APPLICATION, route_prefix=None)
+        serve.run(replica.bind(engine, 240.0), name=APPLICATION, route_prefix=None)
+        yield
     finally:
         serve.delete(APPLICATION)
         stop_controller(APPLICATION)
+
+
+@contextmanager
+def _handle(router: str) -> Iterator[Any]:
+    """A handle of this process whose router is of the named class, whatever the deployment's is: a handle makes its
+    router when it first hears of the deployment, so the class is exchanged around the first call."""
+    stock = RequestRouterConfig.get_request_router_class
+    RequestRouterConfig.get_request_router_class = lambda config: ROUTERS[router]
+    try:
+        handle = serve.get_app_handle(APPLICATION)
+        handle.load.remote().result()
+    finally:
+        RequestRouterConfig.get_request_router_class = stock
+    flushed = handle.broadcast("flush").results(timeout_s=120.0)
+    if not all(flushed):
+        raise EngineError("an engine was not idle between two routers; nothing was measured")
+    yield handle
 
 
 class _Loop:
@@ -212,7 +228,8 @@ class _Loop:
 
     def __init__(self, handle: Any, router: str, workload: Workload, bench: RoutingBench, vocabulary: int) -> None:
         self._handle, self._router, self._bench, self._vocabulary = handle, router, bench, vocabulary
-        self._queue = list(enumerate(workload.runs))[::-1]
+        # Ended runs are remembered, so every router gets runs of its own names.
+        self._queue = [(n, replace(run, run_id=f"{router}:{run.run_id}")) for n, run in enumerate(workload.runs)][::-1]
         self._controller = ControllerClient(APPLICATION, timeout_s=30.0)
         self._pump = EventPump(f"bench-{router}", self._controller.send)
         self._prompt = self._device = self._host = 0

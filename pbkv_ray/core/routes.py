@@ -171,7 +171,7 @@ class Routes:
         self._count(place, 1)
         self._touch((run,))
         while len(self._places) > self.options.max_runs:
-            self.counts["runs_displaced"] += 1
+            self.counts["places_displaced"] += 1
             self.ended(next(iter(self._places)))
 
     def _count(self, place: Place, sign: int) -> None:

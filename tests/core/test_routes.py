@@ -158,7 +158,7 @@ def test_ids_of_clients_stay_within_bounds():
         routes.joined(f"replica-{n}", "epoch")
     routes.check_invariants()
     assert (len(routes), len(routes.replicas)) == (100, 2)
-    assert routes.counts["runs_displaced"] == 101_000 - 100
+    assert routes.counts["places_displaced"] == 101_000 - 100
 
 
 RUNS = st.sampled_from(["r1", "r2", "r3", "r4"])

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from deployments.steering import state_of
 from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.control.actor import ControllerHost
 from pbkv_ray.control.pump import EventPump
-from pbkv_ray.core.events import Batch, CallState
+from pbkv_ray.core.events import Batch
 from pbkv_ray.engine.facts import Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import PbkvError
@@ -91,9 +92,7 @@ async def _recording(options: EngineOptions, database: str) -> AsyncIterator[tup
 
     def heard(fact: Fact) -> None:
         if isinstance(fact, HiddenState):
-            signal = "prefill" if fact.token == "prefill" else "decode"
-            state = CallState(fact.call_id, signal, fact.vector, fact.blocks)  # type: ignore[arg-type]
-            asyncio.run_coroutine_threadsafe(host.states([state], 0), loop)
+            asyncio.run_coroutine_threadsafe(host.states([state_of(fact)], 0), loop)
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin slow down whoever shares their cores
     server = await asyncio.to_thread(EngineServer, options, replica="record", on_fact=heard, hidden_states=True)

@@ -16,6 +16,7 @@ from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import CallState, Residency
+from pbkv_ray.core.states import compact
 from pbkv_ray.engine.facts import Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import UnavailableError
@@ -27,6 +28,11 @@ REPORT_S = 1.0
 LINGER_S = 0.02  # hidden states of one batch share a message
 MAX_STATES = 2_048  # that wait for the controller
 _SIGNALS: dict[str, Literal["prefill", "decode"]] = {"prefill": "prefill", "decoded": "decode"}
+
+
+def state_of(fact: HiddenState) -> CallState:
+    """What the controller and the store get of it."""
+    return CallState(fact.call_id, _SIGNALS[fact.token], compact(fact.vector), fact.blocks)
 
 
 class Steering:
@@ -49,7 +55,7 @@ class Steering:
             self._residency = fact
         elif isinstance(fact, HiddenState):
             self._states_dropped += len(self._states) == MAX_STATES
-            self._states.append(CallState(fact.call_id, _SIGNALS[fact.token], fact.vector, fact.blocks))
+            self._states.append(state_of(fact))
             if self._loop is not None:
                 with suppress(RuntimeError):  # the replica is ending, its loop is closed
                     self._loop.call_soon_threadsafe(self._news.set)

@@ -91,7 +91,8 @@ class Prediction:
             case CallFinished():
                 if (call := self._calls.get(event.call_id)) is None:
                     return
-                call.prompt_tokens, call.output_tokens = event.prompt_tokens, event.output_tokens
+                if event.reason in ("stop", "length"):
+                    call.prompt_tokens, call.output_tokens = event.prompt_tokens, event.output_tokens
             case CallState():
                 if (call := self._calls.get(event.call_id)) is None:
                     return

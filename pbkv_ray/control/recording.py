@@ -27,8 +27,7 @@ class Recording:
         self._task: asyncio.Task[None] | None = None
 
     def heard(self, event: Event) -> None:
-        if self._url:
-            self._journal.note(event)
+        self._journal.note(event)
 
     def start(self) -> None:
         """Safe to call again; needs the event loop."""

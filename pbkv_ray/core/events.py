@@ -78,13 +78,14 @@ class CallFinished:
     host_cached_tokens: int = 0
     seconds: float = 0.0
     replica: str = ""
+    report: CacheReport | None = None  # for the record of the run; it does not travel to the controller
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """What the engine held inside a call: the hidden state [hidden size] of its last prefill token ("prefill") or of
-    its last decoded one ("decode"). With "prefill" also `blocks`: prefix-chained hashes of the prompt's full blocks
-    (core.ghost.block_hashes)."""
+    """What the engine held inside a call: the hidden state (core.states.compact) of its last prefill token ("prefill")
+    or of its last decoded one ("decode"). With "prefill" also `blocks`: prefix-chained hashes of the prompt's full
+    blocks (core.ghost.block_hashes)."""
 
     call_id: str
     signal: Literal["prefill", "decode"]

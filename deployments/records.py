@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from deployments.encoding import iso
 from deployments.endings import STOPS
+from deployments.kv import report_text
 from deployments.service import Json
 from pbkv_ray.core.events import CallFinished
 from pbkv_ray.store import CallRow, RunRow
@@ -54,8 +55,11 @@ def call_row(event: CallFinished, attempt: int) -> CallRow:
         seconds=event.seconds,
         replica=event.replica,
         at_s=event.at_s,
+        report=report_text(event.report),
     )
 
 
 def call_json(order: int, call: CallRow) -> Json:
-    return {"order": order, **asdict(call)}
+    shown = asdict(call)
+    del shown["report"]  # that is deployments.kv's
+    return {"order": order, **shown}

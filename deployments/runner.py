@@ -16,6 +16,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from time import time
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from deployments.encoding import request_from_text, request_to_text
 from deployments.execution import Durability, Execution
 from deployments.graphs import Graphs, Registry
+from deployments.kv import kv_json
 from deployments.records import call_json, call_row, gone, run_json
 from deployments.requests import checked_request
 from deployments.runner_metrics import RunnerMetrics
@@ -115,6 +117,8 @@ class Runner:
                 active.log.record(call_row(event, active.run.attempt))
             else:
                 self._metrics.calls_dropped.inc()
+        if isinstance(event, CallFinished) and event.report is not None:
+            event = replace(event, report=None)
         try:
             self._emit(event)
         except Exception:  # a lost event costs a forecast; a raised one would cost the run
@@ -228,6 +232,10 @@ class Runner:
         await self._store.runs.get(run_id)
         calls = await self._store.events.calls_of(run_id, self._options.max_calls_per_run)
         return [call_json(order, call) for order, call in enumerate(calls, 1)]
+
+    async def run_kv(self, run_id: str) -> Json:
+        await self._store.runs.get(run_id)
+        return kv_json(run_id, await self._store.events.calls_of(run_id, self._options.max_calls_per_run, reports=True))
 
     # --- graphs ---
 

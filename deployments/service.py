@@ -83,3 +83,6 @@ class RunService(Protocol):
     async def graph_schemas(self, workflow: str) -> Json: ...
     async def run_calls(self, run_id: str) -> Sequence[Json]:
         """The run's LLM calls: agent, step, prompt/cached/output tokens, seconds, replica."""
+
+    async def run_kv(self, run_id: str) -> Json:
+        """The run's LLM calls as the KV cache saw them: where each went and why, what it found, why not the rest."""

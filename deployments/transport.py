@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
-from pbkv_ray.core.calls import Call, Caller, Chunk
+from pbkv_ray.core.calls import CacheReport, Call, Caller, Chunk, Reply
 from pbkv_ray.errors import EngineError, EngineLostError, PbkvError, UnavailableError
+from pbkv_ray.routing.decisions import DECISIONS
 
 Json = dict[str, Any]
 
@@ -28,7 +30,7 @@ class HandleTransport:
         """See `Transport.stream`."""
         async with contextlib.aclosing(self._streamed("stream", call)) as chunks:
             async for chunk in chunks:
-                yield chunk
+                yield chunk if chunk.reply is None else replace(chunk, reply=_routed(call, chunk.reply))
 
     async def openai_chat(
         self, body: Json, caller: Caller | None, cache_salt: str | None
@@ -80,6 +82,14 @@ class HandleTransport:
                 if attempt == self._attempts or not replica_died(error):
                     raise translated(error) from error
             await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
+
+
+def _routed(call: Call, reply: Reply) -> Reply:
+    """The reply with why it was sent where it was."""
+    decision = DECISIONS.take(call.call_id)
+    if decision is None:
+        return reply
+    return replace(reply, report=replace(reply.report or CacheReport(), routed=decision))
 
 
 def replica_died(error: BaseException) -> bool:

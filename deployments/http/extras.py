@@ -67,6 +67,12 @@ def router(gateway: Gateway, parts: Mapping[str, metrics.Part], about: Json) -> 
         """The run's LLM calls: agent, step, prompt, cached and output tokens, seconds, replica."""
         return list(await gateway.runs(request).run_calls(run_id))
 
+    @routes.get("/v1/runs/{run_id}/kv", tags=["runs"])
+    async def kv(request: Request, run_id: RunId) -> Json:
+        """The run's LLM calls as the KV cache saw them: replica and why it was chosen, cached tokens by tier, and for
+        each span that the device did not hold the cause (docs/operators.md)."""
+        return dict(await gateway.runs(request).run_kv(run_id))
+
     @routes.post("/v1/runs/{run_id}/cancel", tags=["runs"], status_code=204)
     async def cancel(
         request: Request, run_id: RunId, action: Annotated[Literal["interrupt", "rollback"], Query()] = "interrupt"

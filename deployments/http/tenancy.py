@@ -107,6 +107,10 @@ class TenantRuns:
         await self._check_run(None, run_id)
         return await self._service.run_calls(run_id)
 
+    async def run_kv(self, run_id: str) -> Json:
+        await self._check_run(None, run_id)
+        return await self._service.run_kv(run_id)
+
     def _labelled(self, metadata: Json) -> Json:
         return {**metadata, LABEL: self._label}
 

@@ -4,6 +4,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pbkv_ray.core.misses import Missed
+from pbkv_ray.core.routing import Decision
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -46,6 +49,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Why a call found in the cache what it found: where it was sent, as far as a router of ours decided, and what
+    the device tier there did not hold."""
+
+    missed: tuple[Missed, ...] = ()
+    routed: Decision | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """What a call got. Cached tokens are prompt tokens found in the device or the host tier."""
 
@@ -58,6 +70,7 @@ class Reply:
     seconds: float
     first_token_seconds: float
     replica: str = ""
+    report: CacheReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

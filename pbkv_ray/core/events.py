@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from pbkv_ray.core.calls import CacheReport
 from pbkv_ray.core.forecast import Forecast
 
 Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]

@@ -53,6 +53,7 @@ class Explanation:
     owners: tuple[tuple[str, tuple[str, ...]], ...]  # active runs, and the agents that have read the node
     ended_runs: int
     popular: bool
+    depth: int = 0  # tokens before the node
 
 
 @dataclass(slots=True)

@@ -269,7 +269,7 @@ class ReuseIndex(Generic[N]):
             for use, (_, ever, _) in zip(owned.uses, owned.owners, strict=True)
         )
         key = (*self.owners.rank(owned), self._recency(known))
-        return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular))
+        return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular), known.depth)
 
     def reason(self, node: N) -> Reason:
         """Why the node would go, for the report of its eviction."""

@@ -9,16 +9,18 @@ import json
 import os
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from typing import Any
 
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
-from pbkv_ray.core.calls import Call, Caller, Chunk, FinishReason, Reply
+from pbkv_ray.core.calls import CacheReport, Call, Caller, Chunk, FinishReason, Reply
+from pbkv_ray.core.misses import Missed
 from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
-from pbkv_ray.engine.facts import Fact, FactsReceiver
+from pbkv_ray.engine.facts import CallMissed, Evicted, Fact, FactsReceiver
 from pbkv_ray.engine.hints import RPC_CHOOSE, owner_params
 from pbkv_ray.engine.link import link_to
 from pbkv_ray.engine.metrics import EngineMetrics
@@ -30,6 +32,7 @@ from pbkv_ray.engine.process import EngineProcesses
 from pbkv_ray.errors import EngineError, EngineLostError, InputError
 
 HEALTH_POLL_S = 0.05
+MAX_MISSED = 4_096  # reports that wait for the end of their calls
 DEATH_NOTICE_S = 1.0  # for the errors of the calls in flight to leave the process before it may end
 
 Outputs = AsyncGenerator[dict[str, Any], None]  # what SGLang's generate_request yields
@@ -64,8 +67,10 @@ class EngineServer:
         self.epoch = uuid.uuid4().hex  # new at every start: an engine that came back is empty
         accelerator = has_accelerator()
         self._facts = None
+        self._missed: OrderedDict[str, tuple[Missed, ...]] = OrderedDict()  # of calls that run
+        self._evicted: Evicted | None = None
         if on_fact is not None and options.policy not in STOCK:
-            self._facts = FactsReceiver(on_fact, replica=replica, epoch=self.epoch)
+            self._facts = FactsReceiver(lambda fact: self._heard(fact, on_fact), replica=replica, epoch=self.epoch)
         switches = {} if self._facts is None else {"facts": self._facts.endpoint, "hidden_states": hidden_states}
         arguments = engine_arguments(options, resolve_model(options.model), accelerator, **switches)
         select_platform(os.environ, accelerator)
@@ -241,6 +246,17 @@ class EngineServer:
         elif self._loop is not loop:
             raise EngineError("this engine belongs to another event loop; call it from the loop of its first call")
 
+    def _heard(self, fact: Fact, pass_on: Callable[[Fact], None]) -> None:
+        """On the receiver's thread."""
+        if isinstance(fact, CallMissed):
+            self._missed[fact.call_id] = fact.spans
+            if len(self._missed) > MAX_MISSED:
+                self._missed.popitem(last=False)
+            return
+        if isinstance(fact, Evicted):
+            self._evicted = fact
+        pass_on(fact)
+
     def _request(self, call: Call, prompt: list[int]) -> Outputs:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -285,6 +301,7 @@ class EngineServer:
         meta = output["meta_info"]
         cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
         kind = meta["finish_reason"]["type"]
+        missed = self._missed.pop(str(meta.get("id", "")), None)
         reason: FinishReason = kind if kind in ("stop", "length") else "abort"
         return Reply(
             text=output["text"],
@@ -296,6 +313,7 @@ class EngineServer:
             seconds=seconds,
             first_token_seconds=first_token_seconds,
             replica=self.replica,
+            report=None if missed is None else CacheReport(missed),
         )
 
     def _engine_died(self, reason: str) -> None:

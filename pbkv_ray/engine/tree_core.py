@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
 from pbkv_ray.core.owners import OwnersOptions
-from pbkv_ray.core.reuse import Reason, ReuseIndex, Tier
+from pbkv_ray.core.reuse import Explanation, Reason, ReuseIndex, Tier
 from pbkv_ray.core.scores import score_of
 from pbkv_ray.engine.policies import RadixOptions
 
@@ -45,6 +45,7 @@ class OwnedTreeCore(UnifiedTreeCore):
         self.index: ReuseIndex[UnifiedTreeNode] = _index(self.options)
         self.trusted = True  # False: the index missed something and is out of step with the tree
         self.left_device: list[Callable[[UnifiedTreeNode], None]] = []  # who hears of nodes that leave the device
+        self.evicted: Callable[[Tier, int, Explanation], None] | None = None  # who hears why a node goes
         super().__init__(replace(params, eviction_policy_config=None), components)
 
     def reset(self) -> None:
@@ -117,6 +118,8 @@ class OwnedTreeCore(UnifiedTreeCore):
         self.count.evicted_tokens[tier][reason] += len(node.key)
         if self.options.facts and (why := self.index.explain(node)) is not None:
             self.count.recent.append((tier.name.lower(), len(node.key), reason, round(why.key[1], 6)))
+            if self.evicted is not None:
+                self.evicted(tier, len(node.key), why)
 
     def cut_tail(self, node: UnifiedTreeNode, tokens: int, actions: list[Any]) -> None:
         """Split an evictable leaf so that `node` is only its last `tokens` tokens. Nobody has used either half now."""

@@ -133,6 +133,7 @@ class LLM:
                 reply.host_cached_tokens,
                 now_s - started_s,
                 reply.replica,
+                reply.report,
             )
         self._emit(event)
 

@@ -15,8 +15,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from pbkv_ray.control.client import ControllerClient
+from pbkv_ray.core.calls import Call
 from pbkv_ray.core.routing import RoutingOptions
 from pbkv_ray.routing.asked import Asked, asked_of
+from pbkv_ray.routing.decisions import DECISIONS
 from pbkv_ray.routing.metrics import METRICS
 from pbkv_ray.routing.table import TableCopy
 
@@ -47,7 +49,7 @@ class PbkvRouter(PowerOfTwoChoicesRequestRouter):
                 await self._replicas_updated_event.wait()
             began = perf_counter()
             try:
-                chosen = await self._cheapest(asked)
+                chosen = await self._cheapest(asked, pending_request.args[0])
             except Exception:  # a call never fails for the sake of its place
                 METRICS.fallbacks.labels("error").inc()
                 log.exception("no replica chosen for a call of run %s", asked.run_id)
@@ -57,7 +59,7 @@ class PbkvRouter(PowerOfTwoChoicesRequestRouter):
                 return chosen
         return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
-    async def _cheapest(self, asked: Asked) -> RunningReplica | None:
+    async def _cheapest(self, asked: Asked, call: Any) -> RunningReplica | None:
         open_ = self.select_available_replicas()
         if not open_:
             METRICS.fallbacks.labels("full").inc()  # two choices know how to wait
@@ -71,6 +73,8 @@ class PbkvRouter(PowerOfTwoChoicesRequestRouter):
             METRICS.fallbacks.labels("absent").inc()
             return None
         METRICS.calls.labels(decision.reason).inc()
+        if isinstance(call, Call):
+            DECISIONS.keep(call.call_id, decision)
         log.debug("call of run %s: %s", asked.run_id, decision)
         return chosen
 

@@ -6,13 +6,14 @@ condition stands in the same transaction as the insert, so two runners never int
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from sqlalchemy import delete, func, insert, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pbkv_ray.store.database import Database
 from pbkv_ray.store.rows import CallRow, EventRow
-from pbkv_ray.store.schema import calls, run_events, runs
+from pbkv_ray.store.schema import call_reports, calls, run_events, runs
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Events:
                 first = row.last_seq - len(batch.events) + 1
                 await insert_events(connection, batch.run_id, first, batch.events)
                 if batch.calls:
-                    await connection.execute(insert(calls), [asdict(call) for call in batch.calls])
+                    await _insert_calls(connection, batch.calls)
                 if row.last_seq - row.events_dropped > self._max_events:
                     dropped += await self._trim(connection, batch.run_id, row.last_seq - row.events_dropped)
         return lost, dropped
@@ -100,10 +101,14 @@ class Events:
         async with self._db.read() as connection:
             return [EventRow(**row) for row in (await connection.execute(statement)).mappings()]
 
-    async def calls_of(self, run_id: str, limit: int) -> list[CallRow]:
+    async def calls_of(self, run_id: str, limit: int, *, reports: bool = False) -> list[CallRow]:
         """In the order in which they finished."""
-        columns = [column for column in calls.c if column.name != "position"]
-        statement = select(*columns).where(calls.c.run_id == run_id).order_by(calls.c.position).limit(limit)
+        columns: list[Any] = [column for column in calls.c if column.name != "position"]
+        statement = select(*columns)
+        if reports:
+            same = (call_reports.c.run_id == calls.c.run_id) & (call_reports.c.call_id == calls.c.call_id)
+            statement = select(*columns, call_reports.c.data.label("report")).outerjoin(call_reports, same)
+        statement = statement.where(calls.c.run_id == run_id).order_by(calls.c.position).limit(limit)
         async with self._db.read() as connection:
             return [CallRow(**row) for row in (await connection.execute(statement)).mappings()]
 
@@ -111,6 +116,15 @@ class Events:
         statement = select(func.count()).select_from(run_events).where(run_events.c.run_id == run_id)
         async with self._db.read() as connection:
             return int(await connection.scalar(statement) or 0)
+
+
+async def _insert_calls(connection: AsyncConnection, rows: Sequence[CallRow]) -> None:
+    values = [asdict(row) for row in rows]
+    reports = [(value["run_id"], value["call_id"], value.pop("report")) for value in values]
+    await connection.execute(insert(calls), values)
+    told = [{"run_id": run, "call_id": call, "data": data} for run, call, data in reports if data is not None]
+    if told:
+        await connection.execute(insert(call_reports), told)
 
 
 async def insert_events(

@@ -116,3 +116,4 @@ class CallRow:
     seconds: float
     replica: str
     at_s: float
+    report: str | None = None  # JSON, only read by `Events.calls_of(reports=True)`

@@ -16,7 +16,7 @@ from pbkv_ray.errors import ConflictError, NotFoundError, UnavailableError
 from pbkv_ray.store.database import Database
 from pbkv_ray.store.events import insert_events
 from pbkv_ray.store.rows import INFLIGHT, Admission, Ending, NewRun, RunRow, Stop
-from pbkv_ray.store.schema import calls, run_events, runs, threads
+from pbkv_ray.store.schema import call_reports, calls, run_events, runs, threads
 from pbkv_ray.store.threads import add_thread, lock_thread, page
 
 CANDIDATES = 16  # runs looked at in one pass
@@ -288,6 +288,7 @@ async def _select(connection: AsyncConnection, *where: ColumnElement[bool], limi
 async def _delete_details(connection: AsyncConnection, run_ids: Sequence[str]) -> None:
     await connection.execute(delete(run_events).where(run_events.c.run_id.in_(run_ids)))
     await connection.execute(delete(calls).where(calls.c.run_id.in_(run_ids)))
+    await connection.execute(delete(call_reports).where(call_reports.c.run_id.in_(run_ids)))
 
 
 async def _touch_thread(connection: AsyncConnection, thread_id: str, now: float) -> None:

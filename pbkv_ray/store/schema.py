@@ -111,6 +111,15 @@ calls = Table(
     Index("calls_by_run", "run_id", "position"),
 )
 
+# JSON of deployments/kv.py: why a call found what it found. Apart from the calls, which are read far more often.
+call_reports = Table(
+    "call_reports",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("call_id", String, primary_key=True),
+    Column("data", Text, nullable=False),
+)
+
 # What the controller records for training: apart from the runs, which are deleted when they are old.
 recorded_runs = Table(
     "recorded_runs",

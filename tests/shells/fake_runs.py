@@ -229,6 +229,10 @@ class FakeRunService:
         self._run(None, run_id)
         return [{"agent": "judge", "step": 1, "prompt_tokens": 7}]
 
+    async def run_kv(self, run_id: str) -> Json:
+        self._run(None, run_id)
+        return {"run_id": run_id, "calls": []}
+
 
 class FakeChat:
     """Answers `chunks` or a whole answer, remembers what it was asked, and whether it was left."""

@@ -2,42 +2,39 @@
 
 Counted from prefix-chained block hashes, evicted nodes included. Counting radix hits instead would censor itself:
 what was evicted would never look reusable. A bounded ghost table keeps the hashes of the last prompt of every
-(run, agent), and of the one before it where the two diverged; the next prompt shows how much of each it contains.
+(run, agent), and of the two that it left before; the next prompt shows how much of each it contains.
 
 Because hashes are chained, two prompts agree on a prefix and nowhere else: how much is used again is one binary
-search. Five rates per workflow and agent, by depth class, lean on the workflow's, those on everybody's, those on
+search. Seven rates per workflow and agent, by depth class, lean on the workflow's, those on everybody's, those on
 a prior:
 
     stay    private node of the agent's latest prompt; the agent calls again with no other call in between
     back    the same, after calls of other agents
-    stale   node that the agent has read, but not in its latest prompt
+    older   node of the prompt that the agent left for its latest one, and not in that (contexts that alternate)
+    next    of the latest and the older prompt, in the very next call of the run, given the two agents before it
+    stale   node that the agent has read, but in neither
     shared  node of its latest prompt that other runs have read too (system prompts)
     cross   node that agent i of the run has read and agent j has not; j is called (context handed over)
 """
 
 from array import array
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from pbkv_ray.core.rates import BACK, DEPTHS, KINDS, OLDER, SHARED, STALE, STAY, Array, Rates
 
-DEPTHS = (0, 1_024, 4_096, 16_384)  # tokens before a node's first one, lower edges of the depth classes
-STAY, BACK, STALE, SHARED = range(4)
-_PRIOR = np.array([0.9, 0.8, 0.1, 0.98])
+_PRIOR = np.array([0.9, 0.8, 0.1, 0.1, 0.98])
 _CROSS_PRIOR = 0.02
 _TRUST = 4.0  # observations that the coarser estimate is worth
 _MEMORY = 256.0  # observations after which older ones fade
+_AFTER = ("latest", "older")
+_MAX_PATHS = 4_096  # per workflow; later ones are not told apart
+_NOTHING = (0.0, 0.0)
 _MAX_AGENTS = 64  # per workflow; later ones share the last column
-
-
-def depth_class(tokens: int) -> int:
-    """Class of a node with `tokens` tokens before it; grows with depth, so a child's is never below its parent's."""
-    return bisect_left(DEPTHS, tokens + 1) - 1
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int) -> "array[int]":
@@ -64,54 +61,16 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rates:
-    """Learned reuse in the columns of one run's agents (B); C depth classes, falling along C.
-
-    kind: [4, C, B] by STAY, BACK, STALE, SHARED; stale is the least, shared the greatest of the four.
-    cross: [2, B, B] from the agent that read the node (row) to the one that is called; [1] for shared nodes.
-    """
-
-    kind: Array
-    cross: Array
-
-    def use(
-        self,
-        ever: npt.NDArray[np.bool_],
-        fresh: npt.NDArray[np.bool_],
-        shared: npt.NDArray[np.bool_],
-        depth: npt.NDArray[np.int64],
-    ) -> tuple[Array, Array]:
-        """([R, B], [R, B]) P(used | that agent calls): after other calls, and without any in between."""
-        handed = np.where(
-            shared[:, None],
-            (ever[:, :, None] * self.cross[1]).max(axis=1),
-            (ever[:, :, None] * self.cross[0]).max(axis=1),
-        )
-        floor = np.maximum(handed, ever * self.kind[STALE][depth])
-        alike = fresh & shared[:, None]
-        best = np.maximum(floor, alike * self.kind[SHARED][depth])
-        return (
-            np.maximum(best, fresh * self.kind[BACK][depth]),
-            np.maximum(best, fresh * self.kind[STAY][depth]),
-        )
-
-
-def certain(agents: int) -> Rates:
-    """What an agent has read it uses again, and nothing else: the paper's assumption."""
-    kind = np.ones((4, len(DEPTHS), agents))
-    return Rates(kind, np.zeros((2, agents, agents)))
-
-
 class _Counts:
     """Observations of one workflow: weights and used shares, by kind, depth class and agent."""
 
-    __slots__ = ("agents", "cross", "kind", "rates", "seen", "seen_at_rates")
+    __slots__ = ("after", "agents", "cross", "kind", "rates", "seen", "seen_at_rates")
 
     def __init__(self) -> None:
         self.agents: dict[str, int] = {}
-        self.kind = np.zeros((2, 4, len(DEPTHS), 4))  # [weight | used, kind, class, agent]
+        self.kind = np.zeros((2, KINDS, len(DEPTHS), 4))  # [weight | used, kind, class, agent]
         self.cross = np.zeros((2, 2, 4, 4))  # [weight | used, private | shared, from, to]
+        self.after: dict[tuple[str, ...], tuple[float, float]] = {}  # kind, agent, who called before it -> seen, used
         self.rates: tuple[Array, Array] | None = None
         self.seen = self.seen_at_rates = 0
 
@@ -138,6 +97,19 @@ class _Prompt:
     shared: int = 0  # leading blocks that another run's prompt began with
     older: "array[int] | None" = None  # the prompt before, where this one left it
     kept: int = 0  # blocks of `older` that this one kept
+    stale: "array[int] | None" = None  # the one that was left for `older`
+    stale_kept: int = 0  # blocks of `stale` that this one or `older` kept
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks) + len(self.older or ()) + len(self.stale or ())
+
+
+class Seen(NamedTuple):
+    """What a call's prompt has to do with others: see `LearnedReuse.observe`."""
+
+    shared_tokens: int
+    leaves: bool
 
 
 class LearnedReuse:
@@ -155,18 +127,20 @@ class LearnedReuse:
         self._max_workflows = max_workflows
         self._max_prompt_blocks = max_prompt_blocks
         self._runs: OrderedDict[str, dict[str, _Prompt]] = OrderedDict()
+        self._paths: dict[str, tuple[str, ...]] = {}  # of the same runs: the last two agents
         self._counts: OrderedDict[str, _Counts] = OrderedDict()
         self._blank = _Counts()  # of workflows without observations
-        self._total = np.zeros((2, 4, len(DEPTHS)))
+        self._total = np.zeros((2, KINDS, len(DEPTHS)))
         self._witness: OrderedDict[tuple[str, str], list[tuple[str, array[int]]]] = OrderedDict()
         self.blocks = 0
         self.forgotten_runs = 0
         self._edges = [-(-edge // block_tokens) for edge in DEPTHS[1:]]
 
-    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> int:
+    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> Seen:
         """A call of `agent` with a prompt of `blocks`; `previous` called before it in the run (None: nobody).
 
-        Returns the leading tokens of the prompt that another run's prompt of this agent began with too.
+        Returns the leading tokens of the prompt that another run's prompt of this agent began with too, and whether
+        it leaves the agent's latest prompt of this run instead of continuing it.
         """
         prompt = array("q", blocks[: self._max_prompt_blocks])
         counts = self._of(workflow)
@@ -181,8 +155,14 @@ class LearnedReuse:
             kind = STAY if previous == agent else BACK
             self._count(counts, SHARED, to, 0, last.shared, kept)
             self._count(counts, kind, to, last.shared, len(last.blocks), kept)
+            path = self._paths.get(run, ())
+            self._count_after(counts, ("latest", agent), path, last.shared, len(last.blocks), kept)
             if last.older is not None:
-                self._count(counts, STALE, to, last.kept, len(last.older), common(prompt, last.older))
+                again = common(prompt, last.older)
+                self._count(counts, OLDER, to, last.kept, len(last.older), again)
+                self._count_after(counts, ("older", agent), path, last.kept, len(last.older), again)
+            if last.stale is not None:
+                self._count(counts, STALE, to, last.stale_kept, len(last.stale), common(prompt, last.stale))
         for name, other in prompts.items():
             if name != agent:
                 known = common(other.blocks, last.blocks) if last is not None else 0
@@ -190,19 +170,22 @@ class LearnedReuse:
                 source = counts.column(name)
                 self._count_cross(counts, 0, source, to, max(known, other.shared), len(other.blocks), kept)
                 self._count_cross(counts, 1, source, to, known, other.shared, kept)
+        self._paths[run] = (*self._paths.get(run, ())[-1:], agent)
         counts.seen += 1
         self._blank.seen += 1
         shared = self._shared(workflow, run, agent, prompt)
+        leaves = last is not None and common(prompt, last.blocks) < len(last.blocks)
         self._keep(prompts, agent, prompt, shared, last)
-        return shared * self.block_tokens
+        return Seen(shared * self.block_tokens, leaves)
 
     def end(self, run: str) -> None:
         """The run's prompts are needed no more; idempotent."""
+        self._paths.pop(run, None)
         for prompt in self._runs.pop(run, {}).values():
-            self.blocks -= len(prompt.blocks) + len(prompt.older or ())
+            self.blocks -= prompt.size
 
-    def rates(self, workflow: str, agents: Sequence[str]) -> Rates:
-        """What is known of these agents now, one column each."""
+    def rates(self, workflow: str, agents: Sequence[str], path: tuple[str, ...] = ()) -> Rates:
+        """What is known of these agents now, one column each; `path`: the last two agents that called in the run."""
         counts = self._counts.get(workflow, self._blank)
         # Rates move little once much was seen: look again after 3 % more observations.
         if counts.rates is None or counts.seen > counts.seen_at_rates + counts.seen_at_rates // 32:
@@ -211,10 +194,18 @@ class LearnedReuse:
         kind, cross = counts.rates
         width = kind.shape[-1] - 1  # the last column is what unknown agents get
         columns = np.array([min(counts.find(agent), width) for agent in agents], np.intp)
-        return Rates(kind[:, :, columns], cross[:, columns[:, None], columns[None, :]])
+        kind = kind[:, :, columns]
+        following = np.stack(
+            (np.where([(agent,) == path[-1:] for agent in agents], kind[STAY], kind[BACK]), kind[OLDER])
+        )
+        for known in (path[-1:], path[-2:])[: len(path)]:
+            of = [[counts.after.get((kind_, agent, *known), _NOTHING) for agent in agents] for kind_ in _AFTER]
+            seen = np.array(of)[:, None]  # [2, 1, B, (seen, used)]
+            following = (seen[..., 1] + _TRUST * following) / (seen[..., 0] + _TRUST)
+        return Rates(kind, following, cross[:, columns[:, None], columns[None, :]])
 
     def _estimate(self, counts: _Counts) -> tuple[Array, Array]:
-        """[4, C, A + 1], [2, A + 1, A + 1]; the last column and row are for agents not seen yet."""
+        """[KINDS, C, A + 1], [2, A + 1, A + 1]; the last column and row are for agents not seen yet."""
         total = self._total
         prior = _PRIOR[:, None]
         # Coarsest first: all depths of all workflows, one depth of them, the workflow's depth, the agent's depth.
@@ -227,8 +218,8 @@ class LearnedReuse:
         agent = (whole[1] + _TRUST * rate[..., None]) / (whole[0] + _TRUST)
         kind = (padded[1] + _TRUST * agent) / (padded[0] + _TRUST)
         kind = np.minimum.accumulate(kind, axis=1)  # deeper is never more likely: child <= parent
-        kind[[STAY, BACK]] = np.maximum(kind[[STAY, BACK]], kind[STALE])
-        kind[SHARED] = np.maximum(kind[SHARED], kind[[STAY, BACK]].max(0))
+        kind = np.maximum(kind, kind[STALE])
+        kind[SHARED] = kind.max(0)
 
         # No leaning on other pairs: credit for a first use that was never seen is harmful (data/statistics.md, 3b).
         pairs = np.pad(counts.cross, [(0, 0), (0, 0), (0, 1), (0, 1)])
@@ -251,6 +242,17 @@ class LearnedReuse:
                     table[0] += 1.0
                     table[1] += used
                 low = high
+
+    def _count_after(
+        self, counts: _Counts, what: tuple[str, str], path: tuple[str, ...], start: int, end: int, kept: int
+    ) -> None:
+        if end > start:
+            used = min(max(kept - start, 0), end - start) / (end - start)
+            for key in {(*what, *path[-1:]), (*what, *path[-2:])}:
+                if key in counts.after or len(counts.after) < _MAX_PATHS:
+                    seen, sum_used = counts.after.get(key, _NOTHING)
+                    fade = 0.5 if seen > _MEMORY else 1.0
+                    counts.after[key] = (fade * seen + 1.0, fade * sum_used + used)
 
     def _count_cross(self, counts: _Counts, shared: int, source: int, to: int, start: int, end: int, kept: int) -> None:
         if end > start:
@@ -279,14 +281,16 @@ class LearnedReuse:
         if last is not None:
             kept = common(prompt, last.blocks)
             if kept < len(last.blocks):
-                new.older, new.kept = last.blocks, kept
+                new.older, new.kept, new.stale = last.blocks, kept, last.older
             elif last.older is not None:  # it grew: what was left before stays left
-                new.older, new.kept = last.older, common(prompt, last.older)
-            self.blocks -= len(last.blocks) + len(last.older or ())
+                new.older, new.kept, new.stale = last.older, common(prompt, last.older), last.stale
+            if new.stale is not None and new.older is not None:
+                new.stale_kept = max(common(prompt, new.stale), common(new.older, new.stale))
+            self.blocks -= last.size
         elif len(prompts) >= _MAX_AGENTS:
             return
         prompts[agent] = new
-        self.blocks += len(prompt) + len(new.older or ())
+        self.blocks += new.size
         while self.blocks > self._max_blocks and len(self._runs) > 1:
             self.end(next(iter(self._runs)))
             self.forgotten_runs += 1
@@ -301,7 +305,7 @@ class LearnedReuse:
         return counts
 
     def check_invariants(self) -> None:
-        held = sum(len(p.blocks) + len(p.older or ()) for run in self._runs.values() for p in run.values())
+        held = sum(prompt.size for prompts in self._runs.values() for prompt in prompts.values())
         assert held == self.blocks, f"{self.blocks} blocks counted, {held} held"
         assert self.blocks <= self._max_blocks or len(self._runs) == 1
         assert len(self._counts) <= self._max_workflows

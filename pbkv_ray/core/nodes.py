@@ -40,6 +40,17 @@ class Node(Generic[N]):
         self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
         self.resident = [False, False]
 
+    def load_path(self) -> list[tuple[N, int]]:
+        """(node, tokens) from the first ancestor that the device lacks down to this one. Empty: not to be loaded."""
+        at: Node[N] | None = self
+        path: list[tuple[N, int]] = []
+        while at is not None and not at.resident[Tier.DEVICE]:
+            if not at.resident[Tier.HOST]:
+                return []
+            path.append((at.id, at.tokens))
+            at = at.parent
+        return path[::-1]
+
 
 Reason = Literal["retired", "scored", "recency"]
 

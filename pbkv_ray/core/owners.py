@@ -24,6 +24,7 @@ from pbkv_ray.core.ownership import (
     Rank,
     Run,
     SetKey,
+    known_from,
 )
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
@@ -105,8 +106,10 @@ class Owners:
         if run.current is not None:
             self.waits.observe(run.workflow, run.current, self.now_s - run.called_s)
         if blocks is not None and self.score.learns:
-            run.shared_tokens = self.learned.observe(run.workflow, run.run_id, agent, run.current, blocks)
+            run.shared_tokens, leaves = self.learned.observe(run.workflow, run.run_id, agent, run.current, blocks)
+            run.leaves |= {self.bit(run, agent)} if leaves else set()
         self.bit(run, agent)
+        run.path = (*run.path[-1:], agent)
         run.current, run.called_s, run.waiting = agent, self.now_s, None
         self.worth.called(run)
 
@@ -185,10 +188,10 @@ class Owners:
         while at < len(owners) and owners[at][0] < run.serial:
             at += 1
         if at < len(owners) and owners[at][0] == run.serial:
-            _, ever, fresh = owners[at]
-            owners = (*owners[:at], (run.serial, ever | mask, fresh | mask), *owners[at + 1 :])
+            _, ever, fresh, older = owners[at]
+            owners = (*owners[:at], (run.serial, ever | mask, fresh | mask, older), *owners[at + 1 :])
         else:
-            owners = (*owners[:at], (run.serial, mask, mask), *owners[at:])
+            owners = (*owners[:at], (run.serial, mask, mask, 0), *owners[at:])
             if len(owners) > self.options.max_owners:
                 self.count.popular_nodes += 1
                 flows = {use.run.workflow for use in owned.uses}
@@ -196,12 +199,9 @@ class Owners:
                 return self._intern((), 0, owned.foreign, True, owned.depth, name or EVERY_WORKFLOW)
         return self._intern(owners, owned.ended, owned.foreign, public, owned.depth, "")
 
-    def leave_behind(self, owned: OwnerSet, run: Run, bit: int) -> OwnerSet:
-        """The same nodes after the agent's latest prompt has left them: read once, not fresh any more."""
-        owners = tuple(
-            (serial, ever, fresh & ~(1 << bit)) if serial == run.serial else (serial, ever, fresh)
-            for serial, ever, fresh in owned.owners
-        )
+    def turn(self, owned: OwnerSet, run: Run, bit: int, fresh: bool | None, older: bool | None) -> OwnerSet:
+        """The same nodes; whether they are in the agent's latest prompt, and in the one that it left. None: as is."""
+        owners = known_from(owned.owners, run.serial, bit, fresh, older)
         if owners == owned.owners:
             return owned
         return self._intern(owners, owned.ended, owned.foreign, owned.public, owned.depth, "")
@@ -282,7 +282,7 @@ class Owners:
             self._popular[new] = None
         elif owners:
             runs = self._by_serial
-            new.uses = tuple(self.worth.use(runs[s], (e, f, new.shared, depth)) for s, e, f in owners)
+            new.uses = tuple(self.worth.use(runs[s], (e, f, o, new.shared, depth)) for s, e, f, o in owners)
             for use in new.uses:
                 use.sets[new] = None
         if popular or owners:

@@ -17,9 +17,9 @@ MASK = (1 << 64) - 1
 RETIRED, ACTIVE = 0, 1
 
 Rank = tuple[int, float]  # lower goes first: (RETIRED, owning runs) or (ACTIVE, score)
-UseKey = tuple[int, int, bool, int]  # ever mask, fresh mask, shared, depth class
-EVERYTHING: UseKey = (MASK, MASK, True, 0)  # a use that knows all: the upper estimate of a popular node
-Owner = tuple[int, int, int]  # run serial, ever mask, fresh mask
+UseKey = tuple[int, int, int, bool, int]  # ever, fresh and older mask (see scores.Uses), shared, depth class
+EVERYTHING: UseKey = (MASK, MASK, MASK, True, 0)  # a use that knows all: the upper estimate of a popular node
+Owner = tuple[int, int, int, int]  # run serial; ever, fresh and older mask
 SetKey = tuple[tuple[Owner, ...], int, bool, bool, int, str]
 
 
@@ -32,6 +32,7 @@ class Run:
     workflow: str
     agents: dict[str, int] = field(default_factory=dict)  # name -> bit
     current: str | None = None
+    path: tuple[str, ...] = ()  # the last two agents that called, `current` last
     called_s: float = 0.0
     shared_tokens: int = 0  # leading tokens of the latest prompt that other runs' prompts have too
     forecast: Forecast | None = None
@@ -41,6 +42,8 @@ class Run:
     waiting_s: float = 0.0  # since when
     uses: "dict[UseKey, Use]" = field(default_factory=dict)
     tips: dict[int, Any] = field(default_factory=dict)  # bit -> deepest node of the agent's latest prompt
+    older_tips: dict[int, Any] = field(default_factory=dict)  # the same of the prompt that it left
+    leaves: set[int] = field(default_factory=set)  # bits whose call that has just begun leaves their latest prompt
     # Kept by core.worth.
     slot: int = 0
     outlook: Outlook | None = None  # None: forecast or current agent changed since the uses were weighed
@@ -124,3 +127,17 @@ class OwnersCount:
     shared_bits: int = 0  # agents beyond max_agents
     popular_nodes: int = 0
     bad_forecasts: int = 0
+
+
+def known_from(
+    owners: tuple[Owner, ...], serial: int, bit: int, fresh: bool | None, older: bool | None
+) -> tuple[Owner, ...]:
+    """The owners after `bit` of a run was set or cleared in its masks; None leaves a mask as it is."""
+
+    def changed(mask: int, on: bool | None) -> int:
+        return mask if on is None else mask | 1 << bit if on else mask & ~(1 << bit)
+
+    return tuple(
+        (owner, ever, changed(f, fresh), changed(o, older)) if owner == serial else (owner, ever, f, o)
+        for owner, ever, f, o in owners
+    )

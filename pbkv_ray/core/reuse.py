@@ -18,11 +18,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from pbkv_ray.core.forecast import Forecast
-from pbkv_ray.core.ghost import LearnedReuse, depth_class
+from pbkv_ray.core.ghost import LearnedReuse
 from pbkv_ray.core.nodes import OFFERED, Explanation, IndexCount, Node, Reason, Tier
 from pbkv_ray.core.order import Order
 from pbkv_ray.core.owners import Owners, OwnersOptions
-from pbkv_ray.core.ownership import RETIRED, OwnerSet
+from pbkv_ray.core.ownership import RETIRED, OwnerSet, Run
+from pbkv_ray.core.rates import depth_class
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
 from pbkv_ray.errors import InputError
@@ -52,8 +53,7 @@ class ReuseIndex(Generic[N]):
         self.count = IndexCount()
         self._nodes: dict[N, Node[N]] = {}
         self._read = recency
-        self._uses = 0.0
-        self._walks = 0
+        self._uses, self._walks = 0.0, 0
         self._order = Order[N](self.owners, self._recency)
 
     def __len__(self) -> int:
@@ -87,8 +87,7 @@ class ReuseIndex(Generic[N]):
             self.count.split_mismatches += 1
             return
         upper = Node(new_parent, tokens, child.parent, child.owned, child.recency)
-        upper.resident = list(child.resident)
-        upper.children = 1
+        upper.resident, upper.children = list(child.resident), 1
         self._nodes[new_parent] = upper
         self._order.join(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
         self._order.part(child)
@@ -107,8 +106,7 @@ class ReuseIndex(Generic[N]):
             raise InputError(f"node {node!r} still has {gone.children} children; remove them first")
         del self._nodes[node]
         self._order.part(gone)
-        gone.ticket = [0, 0]
-        gone.gone = True
+        gone.ticket, gone.gone = [0, 0], True
         if gone.parent is not None:
             gone.parent.children -= 1
 
@@ -197,12 +195,24 @@ class ReuseIndex(Generic[N]):
                 target = moves[at.owned, public] = self.owners.add_owner(at.owned, active, bit, public)
             self._order.move(at, target)
             at = at.parent
-        left: Node[N] | None = active.tips.get(bit)
-        while left is not None and (left.gone or left.walk != self._walks):
-            if not left.gone:
-                self._order.move(left, self.owners.leave_behind(left.owned, active, bit))
-            left = left.parent
-        active.tips[bit] = deepest
+        tip, active.tips[bit] = active.tips.get(bit), deepest
+        self._turn(tip, self._walks, active, bit, fresh=False)
+        if bit in active.leaves and tip is not None:
+            active.leaves.remove(bit)
+            before, active.older_tips[bit] = active.older_tips.get(bit), tip
+            self._walks += 1
+            self._turn(tip, 0, active, bit, older=True)
+            self._turn(before, self._walks, active, bit, older=False)
+
+    def _turn(
+        self, tip: Node[N] | None, walk: int, run: Run, bit: int, fresh: bool | None = None, older: bool | None = None
+    ) -> None:
+        """Changes what is known of the path that ends in `tip`, up to the first node of that walk (0: all of it)."""
+        while tip is not None and (tip.gone or walk == 0 or tip.walk != walk):
+            if not tip.gone:
+                tip.walk = self._walks
+                self._order.move(tip, self.owners.turn(tip.owned, run, bit, fresh, older))
+            tip = tip.parent
 
     def _mark(self, deepest: Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
         at: Node[N] | None = deepest
@@ -254,22 +264,20 @@ class ReuseIndex(Generic[N]):
 
     def peek(self, tier: Tier) -> N | None:
         """The next victim; nothing changes."""
-        node = self._order.top(tier)
-        return None if node is None else node.id
+        return None if (node := self._order.top(tier)) is None else node.id
 
     def explain(self, node: N) -> Explanation | None:
         """Where the node stands in the order, and why; None if it is unknown."""
-        known = self._nodes.get(node)
-        if known is None:
+        if (known := self._nodes.get(node)) is None:
             return None
         self._order.refresh()
         owned = known.owned
         owners = tuple(
             (use.run.run_id, tuple(name for name, bit in use.run.agents.items() if ever >> bit & 1))
-            for use, (_, ever, _) in zip(owned.uses, owned.owners, strict=True)
+            for use, (_, ever, *_) in zip(owned.uses, owned.owners, strict=True)
         )
         key = (*self.owners.rank(owned), self._recency(known))
-        return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular), known.depth)
+        return Explanation(key, self._reason(owned), owners, owned.ended, bool(owned.popular))
 
     def reason(self, node: N) -> Reason:
         """Why the node would go, for the report of its eviction."""
@@ -306,14 +314,9 @@ class ReuseIndex(Generic[N]):
                 yield value, node.id
 
     def load_path(self, node: N) -> list[tuple[N, int]]:
-        """(node, tokens) from the first ancestor that the device lacks down to `node`. Empty: it cannot be loaded."""
-        at, path = self._nodes.get(node), list[tuple[N, int]]()
-        while at is not None and not at.resident[Tier.DEVICE]:
-            if not at.resident[Tier.HOST]:
-                return []
-            path.append((at.id, at.tokens))
-            at = at.parent
-        return path[::-1]
+        """See `Node.load_path`; empty for an unknown node."""
+        known = self._nodes.get(node)
+        return [] if known is None else known.load_path()
 
     # Bookkeeping
 

@@ -7,10 +7,11 @@ A score is a product of two arrays, so that it can move with the clock at no cos
 
 `weights` is made once per forecast of a run (and once per new kind of use); `discounts` once per tick for all runs.
 A *use* says how one run knows a node: which of its agents have ever read it (`ever`), which of them read it in
-their latest prompt (`fresh`), whether other runs know it too (`shared`), and how deep it starts (`depth`, a class).
+their latest prompt (`fresh`) or in the one that they left for it (`older`: contexts that alternate), whether other
+runs know it too (`shared`), and how deep it starts (`depth`, a class).
 
 Every score here keeps the child <= parent property: a child's use is contained in its parent's, weights grow with
-`ever`, `fresh` and `shared`, fall with depth, and discounts do not depend on the node.
+`ever`, `fresh`, `older` and `shared`, fall with depth, and discounts do not depend on the node.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array
-from pbkv_ray.core.ghost import Rates
+from pbkv_ray.core.rates import Rates
 from pbkv_ray.core.waits import at_elapsed
 from pbkv_ray.errors import ConfigError
 
@@ -37,6 +38,7 @@ class Uses:
 
     ever: Bools  # [R, B] the agent has read the node (paper: A_w(c))
     fresh: Bools  # [R, B] the agent's latest prompt contains the node; implies `ever`
+    older: Bools  # [R, B] the prompt that the agent left for its latest contains the node; implies `ever`
     shared: Bools  # [R] another run has read it too, or foreign traffic has
     depth: Ints  # [R] class of the node's first token, see ghost.depth_class
 
@@ -169,13 +171,14 @@ class TimeScore:
 
     def weights(self, run: Outlook, uses: Uses) -> Array:
         agent, end = _steps(run, self.horizon)
-        back, stay = run.rates.use(uses.ever, uses.fresh, uses.shared, uses.depth)
+        back, stay, soon = run.rates.use(uses.ever, uses.fresh, uses.older, uses.shared, uses.depth)
         use = back @ agent.T  # [R, K]: P(call k uses the node | alive)
         if run.current is not None:
             # Of the calls by the current agent, those that nobody else's call came before continue its visit.
             here = agent[:, run.current]
             staying = here * np.concatenate(([1.0], np.cumprod(here[:-1])))
             use += (stay - back)[:, run.current, None] * staying
+        use[:, 0] = soon @ agent[0]
         use = np.minimum(use, 1.0 - end)
         pending = np.cumprod(np.maximum(0.0, 1.0 - end - use), axis=1)
         first = use.copy()

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
-from pbkv_ray.core.ghost import LearnedReuse, certain
+from pbkv_ray.core.ghost import LearnedReuse
 from pbkv_ray.core.ownership import EVERY_WORKFLOW, EVERYTHING, OwnerSet, Run, Use, UseKey
+from pbkv_ray.core.rates import certain
 from pbkv_ray.core.scores import Clock, Outlook, Score, Uses
 from pbkv_ray.core.waits import ELAPSED_S, WaitingTimes
 
@@ -237,11 +238,10 @@ class Worth:
         run.unweighed = []
         if uses:
             bits = np.arange(run.outlook.agent.shape[1], dtype=np.uint64)
-            masks = np.array([(use.key[0], use.key[1]) for use in uses], np.uint64)
+            masks = np.array([use.key[:3] for use in uses], np.uint64)
             known = (masks[:, :, None] >> bits & np.uint64(1)) > 0
-            shared = np.array([use.key[2] for use in uses])
-            depth = np.array([use.key[3] for use in uses])
-            kinds = Uses(known[:, 0], known[:, 1], shared, depth)
+            shared, depth = (np.array(column) for column in list(zip(*(use.key for use in uses), strict=True))[3:])
+            kinds = Uses(known[:, 0], known[:, 1], known[:, 2], shared, depth)
             self._weights[[use.slot for use in uses]] = self.score.weights(run.outlook, kinds)
 
     def _outlook(self, run: Run, forecast: Forecast) -> Outlook:
@@ -251,7 +251,7 @@ class Worth:
         agent = np.zeros((len(forecast.step), max(1, len(names))))
         for column, name in enumerate(forecast.agents):
             agent[:, run.agents.get(name, len(names) - 1)] += forecast.step[:, column]
-        rates = self.learned.rates(run.workflow, names) if self.score.learns else certain(len(agent[0]))
+        rates = self.learned.rates(run.workflow, names, run.path) if self.score.learns else certain(len(agent[0]))
         current = None if run.current is None else run.agents.get(run.current, len(names) - 1)
         end = forecast.step[:, -1]
         if run.waiting is not None:  # the call that the forecast comes after has yet to be served

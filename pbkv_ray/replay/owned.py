@@ -9,7 +9,7 @@ import numpy as np
 
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.forecast import Forecast, Predictor
-from pbkv_ray.core.ghost import LearnedReuse, block_hashes
+from pbkv_ray.core.ghost import LearnedReuse, Seen, block_hashes
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import ReuseIndex
 from pbkv_ray.core.scores import Score, score_of
@@ -43,8 +43,9 @@ class UnitReuse(LearnedReuse):
         super().__init__(BLOCK_TOKENS)
         self.block_tokens = 1
 
-    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> int:
-        return super().observe(workflow, run, agent, previous, blocks) * BLOCK_TOKENS
+    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> Seen:
+        seen = super().observe(workflow, run, agent, previous, blocks)
+        return seen._replace(shared_tokens=seen.shared_tokens * BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
@@ -182,8 +183,7 @@ class OwnedDriver:
         self.index.end(run_id, at_s)
 
     def _observe_wait(self, workflow: str, history: Sequence[str], seconds: float) -> None:
-        if isinstance(self.predictor, VariableOrderCounts):
-            self.predictor.observe_wait(workflow, history[-2], history[-1], seconds)
+        self.predictor.observe_wait(workflow, history[-2], history[-1], seconds)
 
     def _forecast(self, run_id: str, workflow: str, history: Sequence[str]) -> Forecast | None:
         if self._agents is None:

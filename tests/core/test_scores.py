@@ -1,12 +1,14 @@
 """Scores as arithmetic: the paper's figures by hand, first passage over time, and what every score must keep."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from pbkv_ray.core.forecast import Array, Forecast
-from pbkv_ray.core.ghost import DEPTHS, Rates, certain
+from pbkv_ray.core.rates import BACK, DEPTHS, KINDS, OLDER, SHARED, STALE, STAY, Rates, certain
 from pbkv_ray.core.scores import (
     Clock,
     Outlook,
@@ -35,7 +37,7 @@ def uses(*agents: tuple[int, ...], shared: bool = False, depth: int = 0) -> Uses
     ever = np.zeros((len(agents), 3), bool)
     for row, readers in enumerate(agents):
         ever[row, list(readers)] = True
-    return Uses(ever, ever, np.full(len(agents), shared), np.full(len(agents), depth))
+    return Uses(ever, ever, np.zeros_like(ever), np.full(len(agents), shared), np.full(len(agents), depth))
 
 
 def clock(elapsed_s: float, mean_s: float = 10.0, horizon: int = 10, calls: int = 50) -> Clock:
@@ -134,17 +136,30 @@ def test_a_punctual_forecast_is_taken_at_its_word() -> None:
 
 def test_learned_reuse_tells_a_return_from_a_visit_that_goes_on() -> None:
     rates = certain(3)
-    rates.kind[1] = 0.0  # BACK: after others have called, nothing private is used again
-    rates.kind[2] = 0.0  # STALE
+    rates.kind[[BACK, OLDER, STALE]] = 0.0  # after others have called, nothing private is used again
+    going_on, coming_back = (replace(rates, next=rates.kind[[kind, OLDER]]) for kind in (STAY, BACK))
     run = [[0.5, 0.5, 0, 0], [0, 1, 0, 0]]
     private = uses((CODE,))
     weights = {
-        current: TimeScore().weights(outlook(run, current, rates), private)[0, :2].tolist() for current in (CODE, PLAN)
+        current: TimeScore().weights(outlook(run, current, given), private)[0, :2].tolist()
+        for current, given in ((CODE, going_on), (PLAN, coming_back))
     }
     # The coder goes on at once (.5) or comes back at call 2: only going on, twice in a row, uses its context.
     assert weights == {CODE: [0.5, pytest.approx(0.5 * 0.5)], PLAN: [0.0, 0.0]}
-    shared = TimeScore().weights(outlook(run, PLAN, rates), uses((CODE,), shared=True))[0, :2]
+    shared = TimeScore().weights(outlook(run, PLAN, coming_back), uses((CODE,), shared=True))[0, :2]
     assert shared.tolist() == [0.5, 0.5]
+
+
+def test_a_context_that_the_agent_comes_back_to_is_worth_its_return() -> None:
+    rates = certain(3)
+    rates.kind[[STAY, BACK, STALE]] = 0.0
+    rates.kind[OLDER] = 0.8  # two contexts in turn: the one before is next
+    rates = replace(rates, next=rates.kind[[BACK, OLDER]])
+    code, none = uses((CODE,)), np.zeros((1, 3), bool)
+    nodes = {"latest": code, "older": replace(code, fresh=none, older=code.ever), "stale": replace(code, fresh=none)}
+    run = outlook([[0, 1, 0, 0]], PLAN, rates)
+    worth = {name: TimeScore().weights(run, known)[0, 0] for name, known in nodes.items()}
+    assert worth == {"latest": 0.0, "older": 0.8, "stale": 0.0}
 
 
 def test_handing_over_credits_the_next_agent() -> None:
@@ -197,13 +212,15 @@ probabilities = st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any)
 @st.composite
 def learned(draw: st.DrawFn) -> Rates:
     """Any rates that keep the promises of `ghost.Rates`: falling with depth, stale least, shared most."""
-    draws = np.array(draw(st.lists(st.floats(0, 1), min_size=48, max_size=48))).reshape(4, len(DEPTHS), 3)
+    size = KINDS * len(DEPTHS) * 3
+    draws = np.array(draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))).reshape(KINDS, len(DEPTHS), 3)
     kind = np.minimum.accumulate(draws, axis=1)
-    kind[[0, 1]] = np.maximum(kind[[0, 1]], kind[2])
-    kind[3] = kind.max(0)
+    kind = np.maximum(kind, kind[STALE])
+    kind[SHARED] = kind.max(0)
+    following = kind[[draw(st.sampled_from([STAY, BACK])), OLDER]]
     cross = np.array(draw(st.lists(st.floats(0, 1), min_size=18, max_size=18))).reshape(2, 3, 3)
     cross[1] = cross.max(0)
-    return Rates(kind, cross)
+    return Rates(kind, following, cross)
 
 
 @st.composite
@@ -214,11 +231,14 @@ def child_and_parent(draw: st.DrawFn) -> Uses:
     parent_ever = parent_ever | child_ever
     parent_fresh = draw(bits) & parent_ever
     child_fresh = draw(bits) & child_ever & parent_fresh
+    parent_older = draw(bits) & parent_ever
+    child_older = draw(bits) & child_ever & parent_older
     child_shared = draw(st.booleans())
     depth = sorted((draw(st.integers(0, 3)), draw(st.integers(0, 3))), reverse=True)
     return Uses(
         np.array([child_ever, parent_ever]),
         np.array([child_fresh, parent_fresh]),
+        np.array([child_older, parent_older]),
         np.array([child_shared, child_shared or draw(st.booleans())]),
         np.array(depth),
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.core.forecast import Array, Forecast
-from pbkv_ray.core.ghost import certain
+from pbkv_ray.core.rates import certain
 from pbkv_ray.core.scores import Outlook, PaperScore, Uses
 
 
@@ -32,7 +32,7 @@ class Instance:
         for w in range(steps.shape[0]):
             outlook = Outlook(steps[w, :, :-1], steps[w, :, -1], None, certain(steps.shape[2] - 1))
             ever = self.reads[:, w]
-            uses = Uses(ever, ever, np.zeros(kinds, bool), np.zeros(kinds, np.int64))
+            uses = Uses(ever, ever, np.zeros_like(ever), np.zeros(kinds, bool), np.zeros(kinds, np.int64))
             total += paper.weights(outlook, uses) @ (self.gamma ** np.arange(horizon))
         return total
 

@@ -133,6 +133,7 @@ class GatewayHost:
                 "controller": controller,
                 "router": router,
             },
+            watch=self._reporter.client.live,
             about={"model": self._args.model, "policy": self._args.policy},
         )
         self._reporter.on_restart = app.state.foreign.announce

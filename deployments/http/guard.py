@@ -12,10 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.http.auth import Keys
 from deployments.http.errors import RefusedError, answer, shown
 from deployments.http.options import LOOPBACK_HOSTS, GatewayOptions
+from deployments.http.page import PAGES
 from deployments.metrics import GatewayMetrics
 from pbkv_ray.errors import PbkvError, UnavailableError
 
-OPEN_PATHS = ("/ok", "/docs", "/openapi.json")  # these tell nothing about runs, tenants or load
+OPEN_PATHS = ("/ok", "/docs", "/openapi.json", *PAGES)  # these tell nothing about runs, tenants or load
 
 
 class Guard:

@@ -29,6 +29,10 @@ class GatewayOptions:
     max_foreign_runs: int = 4_096
     foreign_lease_s: float = ControllerOptions().lease_s
     heartbeat_s: float = 15.0
+    live_every_s: float = 1.0  # how old what the live page shows may be
+    live_rows: int = 500  # runs of a snapshot, the oldest in flight
+    live_page: int = 50
+    max_live_viewers: int = 200
     metrics_timeout_s: float = 2.0
     metrics_max_bytes: int = 8 * 1024 * 1024  # of one part's text
 

@@ -24,6 +24,7 @@ class Kit:
     service: FakeRunService = field(default_factory=FakeRunService)
     chat: FakeChat = field(default_factory=FakeChat)
     events: list[Any] = field(default_factory=list)
+    watch: Any = None  # the controller's snapshots
 
     def app(self) -> FastAPI:
         return create_app(
@@ -34,6 +35,7 @@ class Kit:
             emit=self.events.append,
             metrics_parts=self.parts,
             clock=lambda: 1_000.0,
+            **({} if self.watch is None else {"watch": self.watch}),
         )
 
     def client(self, **headers: str) -> httpx.AsyncClient:

@@ -52,6 +52,7 @@ class PathFeatures:
         self._visits = [(self._known + 1, 0)] * _VISITS
         self._seen = np.zeros((3, self._known + 1), np.float32)  # per agent: calls, visits, number of the last call
         self._length = [0.0] * LENGTHS
+        self._row: Floats | None = None  # the vector so far, but for the lengths: a call is asked about several times
         self._total = 0
         self._visited = 0
 
@@ -62,6 +63,7 @@ class PathFeatures:
     def push(self, agent: str, prompt_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """A call of `agent`; tokens None while they are not known (`correct` adds them)."""
         column = self._index.get(agent, self._known)
+        self._row = None
         self._total += 1
         if self._visits[0][0] == column:
             self._visits[0] = (column, self._visits[0][1] + 1)
@@ -123,11 +125,21 @@ class PathFeatures:
         sizes = []
         for _, calls in self._visits:
             sizes += [math.log1p(calls), calls / 10.0]
-        return [*sizes, math.log1p(self._total), self._total / 50.0, self._visited / 20.0, *self._length]
+        return [*sizes, math.log1p(self._total), self._total / 50.0, self._visited / 20.0]
 
 
 def vectors(paths: Sequence[PathFeatures]) -> Floats:
     """[paths, width] of runs with one vocabulary, made together: a batch costs little more than a few."""
+    if new := [path for path in paths if path._row is None]:
+        for path, row in zip(new, _made(new), strict=True):
+            path._row = row
+    out = np.stack([path._row for path in paths if path._row is not None])
+    out[:, -LENGTHS:] = [path._length for path in paths]
+    return out
+
+
+def _made(paths: Sequence[PathFeatures]) -> Floats:
+    """`vectors` without the lengths."""
     agents = paths[0]._known
     size = width(agents)
     out = np.zeros((len(paths), size), np.float32)
@@ -139,7 +151,7 @@ def vectors(paths: Sequence[PathFeatures]) -> Floats:
     out[:, at : at + 3 * (agents + 1)] = np.log1p(seen).reshape(len(paths), -1)
     out[:, at + 3 * (agents + 1) : at + 4 * (agents + 1)] = ever
     visits = [_RECENT * (agents + 2) + i * (agents + 4) + agents + 2 + j for i in range(_VISITS) for j in range(2)]
-    out[:, [*visits, *range(size - LENGTHS - 3, size)]] = [path._sizes() for path in paths]
+    out[:, [*visits, *range(size - LENGTHS - 3, size - LENGTHS)]] = [path._sizes() for path in paths]
     out.reshape(-1)[[slot for i, path in enumerate(paths) for slot in path._ones(i * size)]] = 1.0
     return out
 

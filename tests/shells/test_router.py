@@ -172,6 +172,105 @@ def test_what_is_used_of_ray_is_as_it_was() -> None:
         assert hasattr(RequestRouter, name), name
 
 
+class FakeReplica:
+    """What Ray's routers see of a replica; never full unless told."""
+
+    def __init__(self, name: str) -> None:
+        from ray.serve._private.common import DeploymentID, ReplicaID
+
+        self.replica_id = ReplicaID(name, DeploymentID("Engine", "in-process"))
+        self.node_id, self.availability_zone = "node", None
+        self.multiplexed_model_ids: set[str] = set()
+        self.max_ongoing_requests = 10
+        self.waiting = 0
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return self.waiting
+
+
+def router_of(table: TableCopy, *names: str) -> Any:
+    """A real router, on this loop, over fake replicas."""
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+
+    from pbkv_ray.routing.router import PbkvRouter
+
+    router = PbkvRouter(
+        deployment_id=DeploymentID("Engine", "in-process"),
+        handle_source=DeploymentHandleSource.REPLICA,
+        self_node_id="node",
+        self_actor_id="me",
+        self_actor_handle=None,
+        use_replica_queue_len_cache=True,
+        prefer_local_node_routing=False,
+    )
+    router._table = table
+    router.update_replicas([FakeReplica(name) for name in names])
+    return router
+
+
+def pending(*arguments: Any) -> Any:
+    """All of one Serve request, as calls of a graph's parallel branches are."""
+    from ray.serve._private.common import RequestMetadata
+    from ray.serve.request_router import PendingRequest
+
+    metadata = RequestMetadata(request_id="request", internal_request_id="the same for all")
+    return PendingRequest(args=list(arguments), kwargs={}, metadata=metadata)
+
+
+async def routed(router: Any, *arguments: Any, is_retry: bool = False) -> str:
+    request = pending(*arguments)
+    async with asyncio.timeout(10):
+        replica = await router._choose_replica_for_request(request, is_retry=is_retry)
+    return str(replica.replica_id.unique_id)
+
+
+class TestTheRouterInThisProcess:
+    @pytest.fixture
+    async def router(self) -> AsyncIterator[Any]:
+        controller = FakeController()
+        controller.fails = True  # runs are placed here
+        table, _, _ = copy_of(controller)
+        yield router_of(table, "a", "b", "c")
+        await table.close()
+
+    async def test_calls_of_one_request_go_home_each(self, router: Any) -> None:
+        runs = [f"r{n}" for n in range(6)]
+        homes = await asyncio.gather(*(routed(router, call(run, number=n)) for n in range(8) for run in runs))
+        assert homes == ["a", "b", "c", "a", "b", "c"] * 8
+
+    async def test_a_call_that_was_turned_away_or_has_no_run_takes_one_of_two(self, router: Any) -> None:
+        assert await routed(router, call("r")) == "a"
+        calls = [routed(router, call("r"), is_retry=True), *(routed(router) for _ in range(8))]
+        assert set(await asyncio.gather(*calls)) <= {"a", "b", "c"}
+        assert await routed(router, call("r")) == "a"
+
+    async def test_a_replica_that_left_or_is_full_is_not_chosen(self, router: Any) -> None:
+        assert [await routed(router, call(run)) for run in ("r1", "r2")] == ["a", "b"]
+        router.update_replicas([FakeReplica("b"), FakeReplica("c")])
+        assert await routed(router, call("r1")) == "c"
+        for replica_id in router.curr_replicas:
+            if replica_id.unique_id == "b":
+                router.on_new_queue_len_info(replica_id, 10)
+        assert await routed(router, call("r2")) == "c"
+
+    async def test_what_fails_in_our_choice_leaves_the_call_to_ray(
+        self, router: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def fails(*arguments: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        monkeypatch.setattr(router._table, "choose", fails)
+        assert await routed(router, call("r")) in {"a", "b", "c"}
+
+    async def test_without_replicas_a_call_waits_for_one(self, router: Any) -> None:
+        router.update_replicas([])
+        waiting = asyncio.create_task(routed(router, call("r")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        router.update_replicas([FakeReplica("z")])
+        assert await waiting == "z"
+
+
 class FakeEngine:
     """Answers every call with its replica's id."""
 

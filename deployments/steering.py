@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Literal
 
+from deployments.vitals import Vitals
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
@@ -42,6 +43,7 @@ class Steering:
         self._application = application
         self._controller = controller
         self._residency: Residency | None = None
+        self._vitals = Vitals()
         self._client: ControllerClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._states: deque[CallState] = deque(maxlen=MAX_STATES)
@@ -51,6 +53,7 @@ class Steering:
 
     def heard(self, fact: Fact) -> None:
         """On the receiver's thread; a newer report replaces one that has not been sent."""
+        self._vitals.heard(fact)
         if isinstance(fact, Residency):
             self._residency = fact
         elif isinstance(fact, HiddenState):
@@ -93,7 +96,7 @@ class Steering:
         server.tick()
         if (residency := self._residency) is not None:
             self._residency = None
-            await client.report(residency)
+            await client.report(residency, self._vitals.numbers())
 
     async def _send_states(self, client: ControllerClient) -> None:
         await self._news.wait()

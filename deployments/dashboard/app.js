@@ -141,10 +141,9 @@ function likely(step, first) {
 }
 
 function pathOf(row) {
-  const before = row.calls - row.path.length;
-  const nodes = before > 0 ? [h("small", { class: "quiet" }, `${number(before)} before, `)] : [];
+  const nodes = [h("span", { class: "count" }, number(row.calls)), row.calls > row.path.length ? "\u2026 \u203a " : null];
   row.path.forEach((agent, index) => nodes.push(index ? h("span", { class: "then", "aria-hidden": true }, "\u203a") : null, h("span", { class: "step" }, agent)));
-  return nodes.length ? nodes : [h("span", { class: "quiet" }, "none yet")];
+  return nodes;
 }
 
 function now(row) {
@@ -159,7 +158,7 @@ function showRuns({ runs, queue, at_s }) {
   const body = $("runs").tBodies[0];
   keyed(body, runs.rows, (row) => row.run_id, (row) => {
     const link = h("a", { href: opened(row.run_id), title: row.run_id }, h("span", { class: `piece ${tint(row.run_id)}`, "aria-hidden": true }), row.run_id.replace(/^ext:/, "").slice(0, 12));
-    const line = h("tr", {}, h("th", { scope: "row" }, link), ...Array.from({ length: 10 }, (_, at) => h("td", at > 6 ? { class: "n" } : {})));
+    const line = h("tr", {}, h("th", { scope: "row" }, link), ...Array.from({ length: 9 }, (_, at) => h("td", at > 6 ? { class: "n" } : {})));
     line.addEventListener("click", (event) => { if (event.target.tagName !== "A" && !String(getSelection())) location.hash = opened(row.run_id); });
     return line;
   }, (line, row) => {
@@ -170,9 +169,8 @@ function showRuns({ runs, queue, at_s }) {
     fill(cells[2], [row.path, row.calls], h("span", { class: "path" }, pathOf(row)));
     fill(cells[3], [row.state, row.now, row.waiting_for], now(row));
     for (const at of [0, 1, 2]) fill(cells[4 + at], [row.forecast === null, steps[at]], likely(steps[at], at === 0));
-    fill(cells[7], row.calls, number(row.calls));
-    fill(cells[8], found, found);
-    fill(cells[9], span(at_s - row.started_s), span(at_s - row.started_s));
+    fill(cells[7], found, found);
+    fill(cells[8], span(at_s - row.started_s), span(at_s - row.started_s));
   });
   const workflows = Object.entries(runs.workflows).map(([name, count]) => `${name || "unknown"} ${number(count)}`).join(", ");
   $("runs-note").textContent = workflows;

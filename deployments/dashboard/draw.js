@@ -7,7 +7,7 @@ export function h(tag, attributes = {}, ...children) {
     if (name === "onclick") node.addEventListener("click", value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -67,7 +67,7 @@ export function fill(node, signature, ...children) {
   const text = JSON.stringify(signature);
   if (node.dataset.was === text) return;
   node.dataset.was = text;
-  node.replaceChildren(...children.flat().filter((child) => child !== null));
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null));
 }
 
 // lines: [{name, kind, values, now}], values may hold null; now: text, or null when nobody reports it.
@@ -91,7 +91,7 @@ export function chart(title, lines, { most, unit, minutes }) {
   const grid = [0.5].map((at) => s("path", { d: `M0 ${height * at}H${width}`, class: "grid" }));
   const picture = s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
     "aria-label": `${title}, last ${minutes} minutes: ${told}` }, ...grid, ...paths);
-  const key = lines.map((line) => h("li", {}, h("span", { class: `stroke ${line.kind}` }), line.name, " ",
+  const key = lines.map((line) => h("li", {}, s("svg", { viewBox: "0 0 18 4", class: "stroke", "aria-hidden": "true" }, s("path", { d: "M0 2h18", class: `line ${line.kind}` })), line.name, " ",
     h("b", { class: line.now === null ? "quiet" : "" }, line.now ?? "not reported")));
   const scale = h("span", { class: "scale", "aria-hidden": true }, h("span", {}, most === 1 ? "100 %" : brief(top)), h("span", {}, "0"));
   return h("figure", {}, h("figcaption", {}, title, unit ? h("small", {}, ` ${unit}`) : null),
@@ -101,7 +101,7 @@ export function chart(title, lines, { most, unit, minutes }) {
 // parts: [{tokens, kind, text, title}]; widths are shares of `whole`.
 export function bar(label, parts, whole) {
   const nodes = parts.filter((part) => part.tokens > 0).map((part) => {
-    const piece = h("span", { class: `piece ${part.kind}`, title: part.title, "data-run": part.run }, part.text ?? "");
+    const piece = h("span", { class: `piece ${part.kind}`, title: part.title, "data-run": part.run }, part.tokens > 0.06 * whole ? (part.text ?? "") : "");
     piece.style.flexGrow = part.tokens / whole;
     return piece;
   });

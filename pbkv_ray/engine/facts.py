@@ -48,8 +48,36 @@ class CallMissed:
 
 
 @dataclass(frozen=True, slots=True)
+class Overseen:
+    """Who decides what leaves the cache: "policy", "fallback" (the guard put LRU in charge) or "ordered" (an operator
+    did). Tokens since the engine started: of prompts, found on the device, and what LRU would have found, while
+    nobody ordered anything. rest: prompt tokens until a policy that fell back is tried again. debt, error: core.guard.
+    """
+
+    policy: str
+    state: Literal["policy", "fallback", "ordered"]
+    watches: bool
+    prompt: int
+    hit: int
+    lru: int
+    fallbacks: int
+    returns: int
+    debt: int
+    rest: int
+    error: float
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetched:
     """Tokens since the engine started, by what became of them (core.prefetch.PrefetchCount)."""
+
+    tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How full the tiers are (engine.pools), in tokens."""
 
     tokens: dict[str, int]
 
@@ -66,7 +94,7 @@ class HiddenState:
     blocks: npt.NDArray[np.int64] | None = None
 
 
-Fact = Residency | Evicted | Prefetched | HiddenState | CallMissed
+Fact = Residency | Evicted | Overseen | Prefetched | Pools | HiddenState | CallMissed
 
 
 @dataclass(slots=True)
@@ -134,8 +162,12 @@ class FactsReceiver:
                 return Evicted(body["tokens"], body["partial"], *failed, recent, bool(body.get("trusted", True)))
             case "missed":
                 return CallMissed(str(body["call"]), tuple(Missed(*span) for span in body["spans"]))
+            case "overseen":
+                return Overseen(**{name: body[name] for name in Overseen.__slots__})
             case "prefetched":
                 return Prefetched(body["tokens"])
+            case "pools":
+                return Pools({str(name): int(tokens) for name, tokens in body["tokens"].items()})
             case "hidden":
                 vector = np.frombuffer(frames[1], np.float16)
                 blocks = np.frombuffer(frames[2], np.int64) if len(frames) > 2 else None

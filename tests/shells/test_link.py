@@ -15,7 +15,7 @@ from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.events import Residency
 from pbkv_ray.core.forecast import Forecast
-from pbkv_ray.engine.facts import Evicted, Fact, FactsReceiver, FactsSender, HiddenState
+from pbkv_ray.engine.facts import Evicted, Fact, FactsReceiver, FactsSender, HiddenState, Pools
 from pbkv_ray.engine.hints import Owner, QuietPayloads, decode, encode, owner_of, owner_params
 from pbkv_ray.engine.link import HintLink
 
@@ -160,9 +160,11 @@ def test_facts_arrive_whole_through_a_socket_that_only_this_user_reaches() -> No
             "recent": [["device", 3, "retired", 1.0]],
         },
     )
+    sender.send("pools", {"tokens": {"device_pool": 64, "device_free": 8}})
     sender.hidden("call", "prefill", vector)
     assert heard.get(timeout=WAIT_S) == Residency("r1", "e1", 5.0, {"run": (30, 20)}, 11)
     assert heard.get(timeout=WAIT_S) == Evicted({"device": {"retired": 3}}, 1, 0, 0, (("device", 3, "retired", 1.0),))
+    assert heard.get(timeout=WAIT_S) == Pools({"device_pool": 64, "device_free": 8})
     state = heard.get(timeout=WAIT_S)
     assert isinstance(state, HiddenState)
     assert (state.call_id, state.token, state.vector.tolist()) == ("call", "prefill", [0.0, 1.0, 2.0, 3.0])

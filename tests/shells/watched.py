@@ -25,7 +25,7 @@ class FakePredictor:
 
     def forecast(self, workflow: str, history: Any, horizon: int) -> Forecast:
         step = np.full((horizon, len(AGENTS) + 1), 0.04)
-        step[:, AGENTS.index(history[-1]) - len(AGENTS) + 1] = 0.8
+        step[:, (AGENTS.index(history[-1]) + 1) % len(AGENTS)] = 0.8
         return Forecast(AGENTS, step)
 
 

@@ -68,7 +68,7 @@ class Controller:
         self.listeners: list[Callable[[Event], None]] = []  # told of every event that is new, once it is handled
         self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
         self._due: dict[str, float] = {}  # runs that have called, and when: their forecast is due
-        self._second, self._learned = 0, 0  # calls learned from in this second
+        self._allowance, self._allowed_s = float(options.max_learned_per_s), 0.0  # calls that may be learned from
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
         self._handlers: dict[type, Callable[[Any], list[Action]]] = {
@@ -216,10 +216,11 @@ class Controller:
 
     def _may_learn(self, at_s: float) -> bool:
         """Learning costs more than all the rest. Beyond so many calls a second the others say nothing new."""
-        if int(at_s) > self._second:
-            self._second, self._learned = int(at_s), 0
-        self._learned += 1
-        if self._learned <= self._options.max_learned_per_s:
+        rate = self._options.max_learned_per_s
+        self._allowance = min(rate, self._allowance + rate * max(0.0, at_s - self._allowed_s))
+        self._allowed_s = max(self._allowed_s, at_s)
+        if self._allowance >= 1:
+            self._allowance -= 1
             return True
         self.counts["calls_not_learned"] += 1
         return False

@@ -1,7 +1,7 @@
 """One run told event by event; what the controller answers is asserted whole."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.config import ControllerOptions
@@ -223,6 +223,7 @@ def test_client_chosen_ids_of_any_shape_stay_within_bounds():
 NAMES = st.one_of(st.text(max_size=5), st.text(min_size=250, max_size=300), st.sampled_from(["a", "\udc80", "\x00"]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), max_size=30))
 def test_names_of_any_shape_are_taken_or_refused_and_kept_short(names: list[tuple[str, str, str]]):
     controller, predictor = make_controller(max_runs=10, max_agents_per_run=3, max_history=4)
@@ -255,6 +256,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_any_order_of_events_is_taken_and_the_same_log_gives_the_same_actions(events: list[Event]):
     def play() -> list[Action]:

@@ -1,6 +1,6 @@
 """Why a call missed: told span by span."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.core.misses import Missed, MissLedger
@@ -61,6 +61,7 @@ def test_the_tables_are_bounded():
 SPANS = st.tuples(st.integers(0, 500), st.integers(1, 200), st.sampled_from(list(Tier)))
 
 
+@settings(deadline=None)
 @given(st.lists(SPANS, max_size=12), st.integers(1, 600), st.integers(0, 300), st.integers(0, 300))
 def test_every_token_that_was_not_on_the_device_has_one_cause(spans, prompt: int, device: int, host: int):
     device = min(device, prompt - 1)

@@ -1,7 +1,7 @@
 """How many replicas: what waits to be computed decides, not how many ask."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.core.scaling import Load, ScalingOptions, wanted_replicas
@@ -30,6 +30,7 @@ def test_what_waits_decides(loads: list[Load], now: int, wanted: int, because: s
     assert wanted_replicas(loads, now, OPTIONS) == wanted, because
 
 
+@settings(deadline=None)
 @given(LOADS, st.integers(1, 32))
 def test_more_work_never_wants_fewer(loads: list[Load], now: int):
     more = [Load(load.queued_prefill_tokens * 2, load.running_calls + 1) for load in loads]

@@ -37,6 +37,7 @@ test: setup ## all tests (no GPU needed)
 
 soak: setup ## what takes long or is not yet trusted in CI
 	$(BIN)/python -m pytest -m soak tests/shells
+	$(BIN)/python -m pytest -m soak tests/e2e
 
 test-core: setup ## the pure core only, in seconds
 	$(BIN)/python -m pytest tests/core -q

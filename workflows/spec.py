@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from pbkv_ray.errors import InputError, NotFoundError
 from pbkv_ray.graph.client import LLM
+from workflows.records import records
 
 Json = dict[str, Any]
 Graph = StateGraph[Any, Any, Any, Any]
@@ -23,7 +24,8 @@ class WorkflowSpec:
              this machine cannot run it.
     agents:  the graph nodes that call the LLM.
     samples: inputs to try it with.
-    read:    inputs from a file (or folder) in the official format of the data set. Raises InputError.
+    read:    inputs from a file (or folder) in the official format of the data set; by default JSON lines (or a JSON
+             list) of inputs. Raises InputError.
     """
 
     name: str
@@ -31,9 +33,9 @@ class WorkflowSpec:
     build: Callable[[LLM], Graph]
     agents: tuple[str, ...]
     input_model: type[BaseModel]
-    samples: Callable[[], list[Json]]
-    read: Callable[[Path], Iterator[Json]]
-    recursion_limit: int
+    samples: Callable[[], list[Json]] = list
+    read: Callable[[Path], Iterator[Json]] = records
+    recursion_limit: int = 25
 
     def checked(self, data: Any) -> Json:
         """A run's input with its defaults filled in: what the graph starts from. Raises InputError."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,14 +37,19 @@ def serve(
         Path | None, typer.Option(help="folder of predictor models, one folder of pbkv train each")
     ] = None,
     record: Annotated[bool, typer.Option(help="keep every run's calls for pbkv traces export")] = False,
+    registry: Annotated[
+        str | None, typer.Option(help="your own workflows, as module:attribute; modules of this folder are found")
+    ] = None,
 ) -> None:
     """Serve the workflows over HTTP until interrupted."""
     args: dict[str, Any] = {"model": model, "policy": policy, "engine_replicas": replicas, "host": host}
     args |= {"database": database} if database else {}
     args |= {"api_keys_file": str(api_keys)} if api_keys else {}
     args |= {"record": record} | ({"predictor_models": str(models)} if models else {})
+    if registry is not None:
+        args |= {"registry": _loadable(registry)}
     with serving(args, host, port) as url:
-        console.print(f"ready at {url}  (workflows: {url}/docs, metrics: {url}/metrics); Ctrl-C stops it")
+        console.print(f"ready at {url}  (a page to watch: {url}/, API: {url}/docs); Ctrl-C stops it")
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
@@ -75,6 +81,15 @@ def demo(
         json_file.write_text(json.dumps({"runs": [run.as_json() for run in reports]}, indent=1) + "\n")
     if any(run.status != "success" for run in reports):
         raise typer.Exit(1)
+
+
+def _loadable(registry: str) -> str:
+    """Ray's workers look into the folder that it was started from; so must we, to say at once what is wrong."""
+    from deployments.registry import Workflows
+
+    sys.path.insert(0, str(Path.cwd()))
+    Workflows(registry)
+    return registry
 
 
 def prepare_environment() -> None:

@@ -43,8 +43,8 @@ class Kit:
         transport = httpx.ASGITransport(self.app())
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
-    def served(self) -> contextlib.AbstractAsyncContextManager[str]:
-        return served(self.app())
+    def served(self, port: int = 0) -> contextlib.AbstractAsyncContextManager[str]:
+        return served(self.app(), port)
 
 
 class _Server(uvicorn.Server):
@@ -58,10 +58,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
-    """`app` behind uvicorn on a free port of loopback; the address."""
+async def served(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
+    """`app` behind uvicorn on a port of loopback, by default a free one; the address."""
     server = _Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=2)
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="on", timeout_graceful_shutdown=2)
     )
     serving = asyncio.create_task(server.serve())
     try:

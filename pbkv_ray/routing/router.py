@@ -23,6 +23,7 @@ from pbkv_ray.routing.metrics import METRICS
 from pbkv_ray.routing.table import TableCopy
 
 log = logging.getLogger(__name__)
+ENTRY = "pbkv_ray.routing.entry:PbkvRouter"
 
 
 class PbkvRouter(PowerOfTwoChoicesRequestRouter):
@@ -81,6 +82,4 @@ class PbkvRouter(PowerOfTwoChoicesRequestRouter):
 
 def router_config(**options: Any) -> RequestRouterConfig:
     """For the deployment of the engines. options: `consult_timeout_s` and the fields of RoutingOptions."""
-    return RequestRouterConfig(
-        request_router_class=f"{PbkvRouter.__module__}:{PbkvRouter.__name__}", request_router_kwargs=options
-    )
+    return RequestRouterConfig(request_router_class=ENTRY, request_router_kwargs=options)

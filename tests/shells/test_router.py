@@ -172,6 +172,14 @@ def test_what_is_used_of_ray_is_as_it_was() -> None:
         assert hasattr(RequestRouter, name), name
 
 
+def test_serve_gets_the_class_itself_and_no_copy_of_it() -> None:
+    from pbkv_ray.routing.router import PbkvRouter, router_config
+
+    made = router_config(consult_timeout_s=0.5, move_s=0.2)
+    assert made.get_request_router_class() is PbkvRouter
+    assert made.request_router_kwargs == {"consult_timeout_s": 0.5, "move_s": 0.2}
+
+
 class FakeReplica:
     """What Ray's routers see of a replica; never full unless told."""
 

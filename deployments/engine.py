@@ -9,11 +9,13 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from deployments.steering import Steering
 from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.core.calls import Call, Caller, Chunk
+from pbkv_ray.engine.policies import STOCK
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import ConfigError
 
@@ -69,7 +71,8 @@ class EngineReplica:
     ) -> None:
         self.replica_id = _replica_id()
         self._health_timeout_s = health_timeout_s
-        self.steering = Steering(_application(), controller(_application()))
+        by_score = options.policy not in STOCK
+        self.steering = Steering(_application(), controller(_application()), by_score=by_score)
         self.server = EngineServer(
             options,
             replica=self.replica_id,
@@ -105,7 +108,14 @@ class EngineReplica:
         return await self.server.models()
 
     async def metrics_text(self) -> str:
-        return await asyncio.to_thread(self.server.metrics_text)
+        return await asyncio.to_thread(self.server.metrics_text) + self._state_text()
+
+    def _state_text(self) -> str:
+        overseen = getattr(self.server.metrics, "overseen", None)
+        lru = overseen is not None and overseen.state != "policy"
+        state = self.steering.health.following(monotonic(), lru_in_charge=lru)
+        name, what = "pbkv_engine_state", "How it follows its hints: 2 EXACT, 1 DEGRADED, 0 FALLBACK (LRU)."
+        return f'# HELP {name} {what}\n# TYPE {name} gauge\n{name}{{replica="{self.replica_id}"}} {int(state)}\n'
 
     async def labelled_metrics(self) -> tuple[str, str]:
         """This replica's id, and `metrics_text`."""

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Literal
 
 from deployments.vitals import Vitals
@@ -17,8 +18,9 @@ from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import CallState, Residency
+from pbkv_ray.core.health import Health
 from pbkv_ray.core.states import compact
-from pbkv_ray.engine.facts import Fact, HiddenState
+from pbkv_ray.engine.facts import Evicted, Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import UnavailableError
 
@@ -39,7 +41,9 @@ def state_of(fact: HiddenState) -> CallState:
 class Steering:
     """`heard` takes the engine's facts from its start on; `start` needs the replica's event loop."""
 
-    def __init__(self, application: str, controller: ControllerOptions) -> None:
+    def __init__(self, application: str, controller: ControllerOptions, *, by_score: bool = True) -> None:
+        """`by_score`: the engine's policy looks at hints."""
+        self.health = Health(by_score)
         self._application = application
         self._controller = controller
         self._residency: Residency | None = None
@@ -56,6 +60,8 @@ class Steering:
         self._vitals.heard(fact)
         if isinstance(fact, Residency):
             self._residency = fact
+        elif isinstance(fact, Evicted):
+            self.health.told(fact.fallbacks + fact.failures, fact.trusted, monotonic())
         elif isinstance(fact, HiddenState):
             self._states_dropped += len(self._states) == MAX_STATES
             self._states.append(state_of(fact))
@@ -85,7 +91,9 @@ class Steering:
                 await self._client.leave(replica)
 
     async def _take_hints(self, server: EngineServer, client: ControllerClient) -> None:
-        for action in await client.hints(server.replica, server.epoch):
+        actions = await client.hints(server.replica, server.epoch)
+        self.health.heard(monotonic())
+        for action in actions:
             if isinstance(action, PublishForecast):
                 server.publish(action)
             else:

@@ -80,6 +80,7 @@ class CallFinished:
     seconds: float = 0.0
     replica: str = ""
     report: CacheReport | None = None  # for the record of the run; it does not travel to the controller
+    first_token_s: float = 0.0  # seconds until its first token, waiting included; 0: not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -134,6 +134,7 @@ class LLM:
                 now_s - started_s,
                 reply.replica,
                 reply.report,
+                reply.first_token_seconds,
             )
         self._emit(event)
 

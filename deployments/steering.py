@@ -104,7 +104,8 @@ class Steering:
         server.tick()
         if (residency := self._residency) is not None:
             self._residency = None
-            await client.report(residency, self._vitals.numbers())
+            state = self.health.following(monotonic(), lru_in_charge=self._vitals.lru_in_charge)
+            await client.report(residency, {**self._vitals.numbers(), "state": state})
 
     async def _send_states(self, client: ControllerClient) -> None:
         await self._news.wait()

@@ -12,6 +12,7 @@ class Vitals:
 
     def __init__(self) -> None:
         self._numbers: dict[str, float] = {}
+        self.lru_in_charge = False  # by the guard, or by an operator's order
 
     def heard(self, fact: Fact) -> None:
         match fact:
@@ -21,8 +22,9 @@ class Vitals:
                 found = {f"prefetch_{name}": fact.tokens.get(name, 0) for name in _PREFETCH}
             case Evicted():
                 found = {f"evicted_{tier}_tokens": sum(by.values()) for tier, by in fact.tokens.items()}
-            case Overseen() if fact.watches:
-                found = {"shadow_prompt_tokens": fact.prompt, "shadow_cached_tokens": fact.lru}
+            case Overseen():
+                self.lru_in_charge = fact.state != "policy"
+                found = {"shadow_prompt_tokens": fact.prompt, "shadow_cached_tokens": fact.lru} if fact.watches else {}
             case _:
                 return
         self._numbers = {**self._numbers, **found}  # replaced as a whole: the other thread reads it

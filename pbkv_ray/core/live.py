@@ -15,6 +15,7 @@ from typing import Any
 from pbkv_ray.core.actions import Action, PublishForecast, RetireRun
 from pbkv_ray.core.controller import Controller, Replica
 from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.health import Following
 from pbkv_ray.core.runs import Run
 
 Json = dict[str, Any]
@@ -70,8 +71,8 @@ class LiveView:
                 self._forecasts.pop(action.run_id, None)
 
     def reported(self, replica: str, epoch: str, numbers: Mapping[str, float]) -> None:
-        """What an engine says of itself: sizes of its pools in tokens (`device_pool`, `device_free`,
-        `device_retired`, and the same of `host_`), and TOTALS."""
+        """What an engine says of itself: its `state` (core.health.Following), sizes of its pools in tokens
+        (`device_pool`, `device_free`, `device_retired`, and the same of `host_`), and TOTALS."""
         before_epoch, before = self._numbers.pop(replica, ("", {}))
         for name in TOTALS:
             if name in numbers:
@@ -150,10 +151,10 @@ class LiveView:
         epoch, numbers = self._numbers.get(name, ("", {}))
         if epoch != known.epoch:
             numbers = {}
-        state = getattr(known, "state", None)
+        state = numbers.get("state")
         return {
             "replica": name,
-            "state": None if state is None else str(getattr(state, "name", state)),
+            "state": None if state is None else Following(int(state)).name,
             "seen_s": known.seen_s,
             "runs": len(known.tokens),
             "queued_prefill_tokens": known.queued_prefill_tokens,

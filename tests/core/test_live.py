@@ -113,12 +113,15 @@ def test_a_pool_is_divided_into_runs_retired_and_free() -> None:
     watched = Watched(pieces=2)
     held = {"r1": (300, 0), "r2": (200, 50), "r3": (100, 0)}  # 600 tokens for 300 that are used: much is shared
     watched.hear(ReplicaJoined("a", "e1", 1.0), Residency("a", "e1", 2.0, held, 40))
-    pools = {"device_pool": 1_000, "device_free": 500, "device_retired": 200}
+    pools = {"state": 1, "device_pool": 1_000, "device_free": 500, "device_retired": 200}
     watched.view.reported("a", "e1", pools)
     watched.view.reported("gone", "e", pools)
     (replica,) = watched.view.snapshot(3.0, limit=10)["replicas"]
-    assert {name: replica[name] for name in ("replica", "runs", "queued_prefill_tokens", "device", "host")} == {
+    assert {
+        name: replica[name] for name in ("replica", "state", "runs", "queued_prefill_tokens", "device", "host")
+    } == {
         "replica": "a",
+        "state": "DEGRADED",
         "runs": 3,
         "queued_prefill_tokens": 40,
         "device": {
@@ -138,7 +141,7 @@ def test_an_engine_that_starts_anew_is_not_credited_with_the_pools_of_the_one_be
     watched.view.reported("a", "e1", {"device_pool": 1_000, "device_free": 0})
     watched.hear(ReplicaJoined("a", "e2", 2.0))
     (replica,) = watched.view.snapshot(3.0, limit=10)["replicas"]
-    assert replica["device"] is None
+    assert (replica["device"], replica["state"]) == (None, None)
 
 
 def test_rates_are_what_happened_between_samples_and_none_where_nobody_reports() -> None:

@@ -17,7 +17,7 @@ from websockets.asyncio.client import ClientConnection, connect
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 class Tab:
@@ -59,7 +59,10 @@ class Tab:
         return answer["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Asks until it is true; what it is then. Raises AssertionError after a time that only a hang takes."""
+        """Asks until it is true; what it is then. Raises AssertionError after a time that only a hang takes.
+
+        One that throws is not true yet: what it looks at may not be there."""
+        expression = f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while not (found := await self.value(expression)):
             assert asyncio.get_running_loop().time() < deadline, f"{expression} has not become true"

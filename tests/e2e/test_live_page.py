@@ -28,7 +28,7 @@ def watched(runs: int, options: GatewayOptions | None = None) -> tuple[Kit, Fake
     controller.view.tick(controller.now_s - 5)
     controller.run("late", 2)
     controller.view.tick(controller.now_s)
-    return Kit(options or GatewayOptions(live_every_s=0.2), watch=controller), controller
+    return Kit(options or GatewayOptions(), watch=controller), controller
 
 
 async def text(tab: Tab, selector: str) -> str:
@@ -107,7 +107,7 @@ async def test_the_keyboard_reaches_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab() -> None:
-    options = GatewayOptions(api_keys=(KEY,), salt_secret="a secret of the server", live_every_s=0.2)
+    options = GatewayOptions(api_keys=(KEY,), salt_secret="a secret of the server")
     kit, _ = watched(2, options)
     async with kit.served() as url, browser() as tab:
         await tab.go(url)

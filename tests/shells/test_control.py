@@ -11,7 +11,7 @@ from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.actor import ControllerHost, controller_name, start_controller, stop_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.actions import PublishForecast, RetireRun
-from pbkv_ray.core.events import Batch, CallStarted, Event, RunEnded, RunStarted
+from pbkv_ray.core.events import Batch, CallStarted, Event, Residency, RunEnded, RunStarted
 from pbkv_ray.errors import UnavailableError
 
 pytestmark = pytest.mark.ray
@@ -45,6 +45,17 @@ async def test_a_replica_hears_of_forecasts_and_endings_and_acknowledges_by_aski
     assert await client.hints("a", "epoch-1", wait_s=0.01) == ()
     counts = await client.counts()
     assert (counts["runs_completed"], counts["runs_active"], counts["hints_waiting"]) == (1, 0, 0)
+
+
+async def test_whoever_watches_gets_runs_replicas_and_pools_in_one_answer(application: str):
+    client = ControllerClient(application, timeout_s=30.0)
+    await client.hints("a", "epoch-1", wait_s=0.01)
+    await client.send(batch(0, SWE, CALL))
+    await client.report(Residency("a", "epoch-1", 1.0, {"r1": (30, 0)}), {"device_pool": 64, "device_free": 34})
+    seen = await client.live(10)
+    assert [(row["run_id"], row["now"]) for row in seen["runs"]["rows"]] == [("r1", ["planner"])]
+    (replica,) = seen["replicas"]
+    assert replica["device"] == {"pool": 64, "free": 34, "retired": 0, "used": 30, "pieces": [("r1", 30)]}
 
 
 async def test_two_applications_have_controllers_of_their_own(application: str):

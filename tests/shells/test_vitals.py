@@ -14,7 +14,7 @@ def test_the_newest_of_each_fact_is_kept_and_others_are_left_alone() -> None:
     vitals.heard(Pools({"device_pool": 64, "device_free": 8}))
     vitals.heard(Prefetched({"planned": 9, "useful": 3, "late": 2, "wasted": 1}))
     vitals.heard(Evicted({"device": {"retired": 3, "scored": 4}, "host": {}}, 0, 0, 0))
-    vitals.heard(Overseen("pbkv", "policy", False, 900, 400, 0, 0, 0, 0, 0, 0.0, 0))  # its shadow is off
+    vitals.heard(Overseen("pbkv", "ordered", False, 900, 400, 0, 0, 0, 0, 0, 0.0, 0))  # its shadow is off
     vitals.heard(Pools({"device_pool": 64, "device_free": 0}))
     assert vitals.numbers() == {
         "device_pool": 64,
@@ -25,6 +25,10 @@ def test_the_newest_of_each_fact_is_kept_and_others_are_left_alone() -> None:
         "evicted_device_tokens": 7,
         "evicted_host_tokens": 0,
     }
+    assert vitals.lru_in_charge
+    vitals.heard(Overseen("pbkv", "policy", True, 900, 400, 300, 0, 0, 0, 0, 0.0, 0))
+    assert not vitals.lru_in_charge
+    assert (vitals.numbers()["shadow_prompt_tokens"], vitals.numbers()["shadow_cached_tokens"]) == (900, 300)
 
 
 def test_pools_are_those_of_the_real_allocators() -> None:

@@ -68,6 +68,6 @@ class FakeController:
     def replica(self, name: str, runs: Iterable[str], **numbers: float) -> None:
         held = {run: (1 + 37 * (n % 11), 900) for n, run in enumerate(runs)}
         self.hear(ReplicaJoined(name, "e1", self.now_s), Residency(name, "e1", self.now_s, held, 120))
-        pools = {"device_pool": 16_384, "device_free": 2_200, "device_retired": 3_100}
+        pools = {"state": 2, "device_pool": 16_384, "device_free": 2_200, "device_retired": 3_100}
         pools |= {"host_pool": 32_768, "host_free": 9_000, "host_retired": 8_000}
         self.view.reported(name, "e1", pools | numbers)

@@ -17,7 +17,7 @@ from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.core.calls import Call, Caller, Chunk
 from pbkv_ray.engine.policies import STOCK
 from pbkv_ray.engine.server import EngineServer
-from pbkv_ray.errors import ConfigError
+from pbkv_ray.errors import ConfigError, PbkvError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,16 @@ class EngineReplica:
     async def labelled_metrics(self) -> tuple[str, str]:
         """This replica's id, and `metrics_text`."""
         return self.replica_id, await self.metrics_text()
+
+    async def policy(self, policy: str | None, replica: str | None) -> tuple[str, Json]:
+        """This replica's id and its cache policy, changed before to `policy` if that is for this replica."""
+        error = {}
+        if policy is not None and replica in (None, self.replica_id):
+            try:
+                await self.server.switch_policy(policy)
+            except PbkvError as failed:
+                error = {"error": str(failed)}
+        return self.replica_id, {**self.server.policy_state(), **error}
 
     async def load(self) -> Json:
         """What the scheduler holds now: running and waiting requests. For tests and operators."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from deployments.http import assistants, errors, extras, live, openai, page, runs, threads
+from deployments.http import assistants, errors, extras, live, openai, page, policy, runs, threads
 from deployments.http.assistants_table import Assistants
 from deployments.http.context import Gateway
 from deployments.http.foreign import Emit, ForeignRuns
@@ -43,6 +43,7 @@ def create_app(
     metrics_parts: Mapping[str, Part] | None = None,
     about: Mapping[str, Any] | None = None,
     watch: live.Source = _unwatched,
+    policies: policy.Policies = policy.no_policies,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application. `workflows` maps each registered workflow's name to one sentence about it.
@@ -50,6 +51,7 @@ def create_app(
     `emit` takes the life cycle events of foreign runs, and must not block. `metrics_parts` are asked at every
     scrape of /metrics for the other parts' expositions. `about` is added to /info. `watch` gives the
     controller's snapshot with so many rows (`core.live.LiveView.snapshot`), for the live page at /.
+    `policies` shows and switches the engines' cache policies (`deployments.http.policy`).
     """
     settings = options or GatewayOptions()
     gateway = Gateway(service, Assistants(workflows, clock()), settings, GatewayMetrics())
@@ -75,6 +77,7 @@ def create_app(
         extras.router(gateway, dict(metrics_parts or {}), dict(about or {})),
         live.router(gateway, live.Live(gateway, watch)),
         page.router(),
+        policy.router(policies),
     ):
         app.include_router(part)
     return app

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +16,7 @@ from deployments.checkpoints import open_checkpointer
 from deployments.gateway import check_exposure, create_app
 from deployments.metrics import Text
 from deployments.registry import Workflows
-from deployments.remote import RUN_SERVICE, RemoteRunService, texts_of
+from deployments.remote import RUN_SERVICE, RemoteRunService, policies_of, texts_of
 from deployments.runner import Runner
 from deployments.service import RunEvent
 from deployments.settings import AppArgs
@@ -26,7 +26,8 @@ from pbkv_ray.control.actor import start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.control.pump import EventPump
-from pbkv_ray.errors import InputError
+from pbkv_ray.core.gate import Gate
+from pbkv_ray.errors import InputError, UnavailableError
 from pbkv_ray.routing.metrics import router_text
 from pbkv_ray.store import Store
 from workflows.tools.sandbox import refusal
@@ -56,6 +57,12 @@ class _Reporter:
         self.pump = EventPump(f"{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}", self.client.send)
 
 
+def _gate(args: AppArgs) -> Gate:
+    """Each runner sees its own runs only: its share of the engines. Autoscaled ones come on top, unnoticed."""
+    engines = args.engine_replicas
+    return Gate(args.device_pool_tokens * engines // args.runner_replicas, max(1, engines // args.runner_replicas))
+
+
 class RunnerHost:
     """One runner. `engine` is the handle of the engine deployment."""
 
@@ -76,6 +83,7 @@ class RunnerHost:
             HandleTransport(engine),
             reporter.pump.emit,
             RunnerOptions(max_running=args.max_running),
+            gate=_gate(args) if args.admission else None,
         )
         self._opened.push_async_callback(self._runner.close)
         reporter.on_restart = self._runner.announce
@@ -115,6 +123,12 @@ class GatewayHost:
             check_exposure(host, self._args.gateway_options())
         self._reporter = _Reporter("gateway", application(), self._args.controller_options(application()))
 
+        async def policies(policy: str | None, replica: str | None) -> Mapping[str, dict[str, Any]]:
+            if policy is not None and replica is None:
+                with suppress(UnavailableError):  # the engines that run are told all the same
+                    await self._reporter.client.order_policy(policy)
+            return await policies_of(self._engine, policy, replica)
+
         async def router() -> Text:
             return router_text()
 
@@ -134,6 +148,7 @@ class GatewayHost:
                 "router": router,
             },
             watch=self._reporter.client.live,
+            policies=policies,
             about={"model": self._args.model, "policy": self._args.policy},
         )
         self._reporter.on_restart = app.state.foreign.announce

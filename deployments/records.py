@@ -34,6 +34,13 @@ def run_json(row: RunRow) -> Json:
     }
 
 
+def queued_json(row: RunRow, place: int | None, held: str | None) -> Json:
+    """`run_json`; while the run waits also `queue`: its place, from 1 on (None: far behind), and what it waits for."""
+    if row.status != "pending":
+        return run_json(row)
+    return {**run_json(row), "queue": {"position": place, "reason": held or "a place at a runner"}}
+
+
 def gone() -> Json:
     """The error of a run that was rolled back while someone waited for it."""
     name, message = STOPS["rollback"]

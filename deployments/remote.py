@@ -63,6 +63,13 @@ class RemoteRunService:
             await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
 
 
+async def policies_of(handle: DeploymentHandle, policy: str | None, replica: str | None) -> dict[str, dict[str, Any]]:
+    """Each engine replica's cache policy, after `policy` was ordered of one of them, or of all (deployments.engine)."""
+    responses = handle.broadcast("policy", policy, replica)
+    answers = await responses.results_async(timeout_s=20.0, return_exceptions=True)
+    return dict(answer for answer in answers if isinstance(answer, tuple))
+
+
 async def texts_of(handle: DeploymentHandle, timeout_s: float = 2.0) -> dict[str, str]:
     """Each replica's metrics text."""
     answers = await handle.broadcast("labelled_metrics").results_async(timeout_s=timeout_s, return_exceptions=True)

@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import time
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from deployments.encoding import request_from_text, request_to_text
 from deployments.execution import Durability, Execution
 from deployments.graphs import Graphs, Registry
 from deployments.kv import kv_json
-from deployments.records import call_json, call_row, gone, run_json
+from deployments.records import call_json, call_row, gone, queued_json, run_json
 from deployments.requests import checked_request
 from deployments.runner_metrics import RunnerMetrics
 from deployments.scheduling import Scheduler
@@ -37,9 +37,10 @@ from deployments.watching import Wakeups, Watch
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.calls import Transport
 from pbkv_ray.core.events import CallFinished, Event
+from pbkv_ray.core.gate import Gate
 from pbkv_ray.errors import ConflictError, NotFoundError, UnavailableError
 from pbkv_ray.graph.client import LLM
-from pbkv_ray.store import NewRun, Store
+from pbkv_ray.store import NewRun, RunRow, Store
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ class Runner:
         *,
         clock: Callable[[], float] = time,
         new_id: Callable[[], str] = lambda: str(uuid.uuid4()),
+        gate: Gate | None = None,
     ) -> None:
+        """`gate` holds new runs back while what the running ones hold does not fit the engines' caches."""
+        self._gate = gate
         self._store = store
         self._emit = emit
         self._options = options or RunnerOptions()
@@ -87,6 +91,7 @@ class Runner:
             self._observe,
             clock,
             owner=new_id(),
+            gate=gate,
         )
 
     async def start(self) -> None:
@@ -111,6 +116,8 @@ class Runner:
         self._scheduler.announce()
 
     def _observe(self, event: Event) -> None:
+        if self._gate is not None and isinstance(event, CallFinished):
+            self._gate.called(event)
         if isinstance(event, CallFinished) and (active := self.active.get(event.run_id)) is not None:
             if active.calls < self._options.max_calls_per_run:
                 active.calls += 1
@@ -184,10 +191,16 @@ class Runner:
         rows = await self._store.runs.list(thread_id, status, limit, offset)
         if not rows and thread_id is not None:
             await self._store.threads.get(thread_id)
-        return [run_json(row) for row in rows]
+        return await self._shown(rows)
 
     async def get_run(self, thread_id: str | None, run_id: str) -> Json:
-        return run_json(await self._store.runs.get(run_id, thread_id))
+        return (await self._shown([await self._store.runs.get(run_id, thread_id)]))[0]
+
+    async def _shown(self, rows: Sequence[RunRow]) -> list[Json]:
+        """Runs that wait say where they stand, and why."""
+        waiting = any(row.status == "pending" for row in rows)
+        places = {run_id: place for place, run_id in enumerate(await self._store.runs.queue(), 1)} if waiting else {}
+        return [queued_json(row, places.get(row.run_id), self._scheduler.held) for row in rows]
 
     async def cancel_run(self, thread_id: str | None, run_id: str, action: Literal["interrupt", "rollback"]) -> None:
         run = await self._store.runs.get(run_id, thread_id)

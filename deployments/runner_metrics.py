@@ -2,6 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pbkv_ray.core.gate import Gate
+
 
 class RunnerMetrics:
     def __init__(self) -> None:
@@ -20,6 +22,13 @@ class RunnerMetrics:
         self.calls_dropped = self._counter("pbkv_run_calls_dropped", "LLM calls beyond a run's record")
         self.emit_errors = self._counter("pbkv_emit_errors", "Lifecycle events that could not be emitted")
         self.store_errors = self._counter("pbkv_store_errors", "Store operations that failed and were retried")
+        self._held = Gauge("pbkv_runs_held", "1: new runs wait, as the live set does not fit", registry=self.registry)
+        self._limit = Gauge("pbkv_admission_limit", "Runs that may be in flight under pressure", registry=self.registry)
+        self._thrash = Gauge(
+            "pbkv_admission_thrash",
+            "Share of the engines' time that recomputes what was evicted",
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "pbkv_run_seconds",
             "Time from start to end of a run",
@@ -30,6 +39,11 @@ class RunnerMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
+
+    def gate(self, gate: Gate, held: bool) -> None:
+        self._held.set(held)
+        self._limit.set(gate.rule.limit)
+        self._thrash.set(gate.rule.thrash)
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()

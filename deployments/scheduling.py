@@ -18,6 +18,7 @@ from deployments.supervision import Active, Supervisor
 from deployments.watching import Wakeups, wait_for_news
 from pbkv_ray.config import RunnerOptions
 from pbkv_ray.core.events import Event, RunEnded
+from pbkv_ray.core.gate import Gate
 from pbkv_ray.errors import StoreError
 from pbkv_ray.store import RunRow, Stop, Store
 from pbkv_ray.store.runs import CANDIDATES
@@ -37,7 +38,9 @@ class Scheduler:
         emit: Callable[[Event], None],
         clock: Callable[[], float],
         owner: str,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate` may hold new runs back; what it says is in `held`."""
         self._store = store
         self._graphs = graphs
         self._options = options
@@ -46,6 +49,8 @@ class Scheduler:
         self._emit = emit
         self._clock = clock
         self._owner = owner
+        self._gate = gate
+        self.held: str | None = None  # why the next run must wait although there is a place for it
         self.active: dict[str, Active] = {}
         self._recorder = Recorder(store, wakeups, metrics, clock, self._refused, options.max_event_bytes)
         self._supervisor = Supervisor(store, graphs, execution, self._recorder, options, metrics, emit, clock)
@@ -106,15 +111,24 @@ class Scheduler:
     # --- one round ---
 
     async def claim_all(self) -> None:
-        while not self._stopping and len(self.active) < self._options.max_running:
+        while self._may_begin():
             found = await self._store.runs.claimable()
             for run_id in found:
-                if self._stopping or len(self.active) >= self._options.max_running:
+                if not self._may_begin():
                     return
                 if (run := await self._claim(run_id)) is not None:
                     self._begin(run)
             if len(found) < CANDIDATES:
                 return
+
+    def _may_begin(self) -> bool:
+        if self._stopping or len(self.active) >= self._options.max_running:
+            self.held = None
+            return False
+        self.held = None if self._gate is None else self._gate.held(len(self.active))
+        if self._gate is not None:
+            self._metrics.gate(self._gate, self.held is not None)
+        return self.held is None
 
     async def _claim(self, run_id: str) -> RunRow | None:
         now = self._clock()
@@ -197,6 +211,8 @@ class Scheduler:
             await self._supervisor.see_through(active)
         finally:
             del self.active[active.run.run_id]
+            if self._gate is not None:
+                self._gate.ended(active.run.run_id)
             self._metrics.running.set(len(self.active))
             active.ended.set()
             self._wakeups.notify_end(active.run.run_id)

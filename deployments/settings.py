@@ -48,6 +48,7 @@ class AppArgs(BaseModel):
 
     runner_replicas: Positive = 1
     max_running: Positive = 64  # runs in flight, a runner
+    admission: bool = False  # new runs wait while what the running ones hold in the caches does not fit
     database: str | None = None  # SQLAlchemy URL; by default a SQLite file of the application
     gateway_replicas: Positive = 1
     host: str = "127.0.0.1"  # where the proxy listens; beyond loopback, API keys are required
@@ -66,6 +67,8 @@ class AppArgs(BaseModel):
             where = ".".join(map(str, first["loc"])) or "arguments"
             raise ConfigError(f"{where} is {first.get('input')!r}: {first['msg']}") from error
         args.engine_options()
+        if args.admission and args.device_pool_tokens == 0:
+            raise ConfigError("admission needs device_pool_tokens: what fits a pool of unknown size cannot be told")
         check_exposure(args.host, args.gateway_options())
         if args.runner_replicas > 1 and args.database_url(APPLICATION).startswith("sqlite"):
             raise ConfigError(

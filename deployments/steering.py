@@ -22,7 +22,7 @@ from pbkv_ray.core.health import Health
 from pbkv_ray.core.states import compact
 from pbkv_ray.engine.facts import Evicted, Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
-from pbkv_ray.errors import UnavailableError
+from pbkv_ray.errors import PbkvError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Steering:
             asyncio.create_task(self._for_ever(lambda: self._take_hints(server, client)), name="pbkv-hints"),
             asyncio.create_task(self._for_ever(lambda: self._report(server, client)), name="pbkv-facts"),
             asyncio.create_task(self._for_ever(lambda: self._send_states(client)), name="pbkv-states"),
+            asyncio.create_task(self._obey(server, client), name="pbkv-policy"),
         ]
 
     async def close(self, replica: str) -> None:
@@ -89,6 +90,20 @@ class Steering:
         if self._client is not None:
             with suppress(UnavailableError):  # then it finds out by the silence
                 await self._client.leave(replica)
+
+    async def _obey(self, server: EngineServer, client: ControllerClient) -> None:
+        """Once: what was ordered of all engines before this one started."""
+        while True:
+            try:
+                policy = await client.ordered_policy()
+                break
+            except UnavailableError:  # `_for_ever` makes a controller
+                await asyncio.sleep(RETRY_S)
+        if policy not in (None, server.policy):
+            try:
+                await server.switch_policy(str(policy))
+            except PbkvError as error:
+                logger.warning("policy %s was ordered of all engines, and not taken here: %s", policy, error)
 
     async def _take_hints(self, server: EngineServer, client: ControllerClient) -> None:
         actions = await client.hints(server.replica, server.epoch)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pbkv_ray.errors import ConfigError
 
 POLICIES = ("lru", "session", "kvflow", "lae", "he", "pbkv", "pbkv+", "oracle")
+SHADOWS = ("off", "watch", "guard")
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -30,12 +31,15 @@ class EngineOptions:
     chunked_prefill_tokens: int = 2_048
     dtype: str = "auto"
     random_seed: int = 0
+    shadow: str = "guard"  # policies of ours: what LRU would hit, and LRU instead of a policy that loses against it
     hidden_states: bool = False  # two vectors a call go to the controller; needs a policy of ours, not lru or session
     extra: dict[str, object] = field(default_factory=dict)  # passed to sglang.Engine as they are
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; known are {', '.join(POLICIES)}")
+        if self.shadow not in SHADOWS:
+            raise ConfigError(f"shadow {self.shadow!r} is unknown; known are {', '.join(SHADOWS)}")
         if self.write_policy not in ("write_through", "write_through_selective", "write_back"):
             raise ConfigError(f"write_policy {self.write_policy!r} is none of SGLang's HiCache policies")
         _positive(self, "page_size", "context_length", "tensor_parallel", "max_running_requests")

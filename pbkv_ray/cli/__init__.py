@@ -12,7 +12,7 @@ errors = Console(stderr=True)
 
 def build_app() -> typer.Typer:
     """The command with all its subcommands."""
-    from pbkv_ray.cli import controller, local, overhead, record, routing, runs, submit
+    from pbkv_ray.cli import controller, local, overhead, policy, record, routing, runs, submit
     from pbkv_ray.predict import cli as predict
     from pbkv_ray.replay import bench_cli, bench_routing
     from pbkv_ray.replay import cli as replay
@@ -26,6 +26,7 @@ def build_app() -> typer.Typer:
     app.command("evaluate")(predict.evaluate)
     app.command("report")(replay.report_command)
     app.add_typer(runs.app, name="runs")
+    app.add_typer(policy.app, name="policy")
     app.add_typer(replay.replay_app, name="replay")
     replay.traces_app.command("record")(record.record)
     app.add_typer(replay.traces_app, name="traces")

@@ -49,6 +49,7 @@ class ControllerHost(RoutingDesk):
         self._counts: Counter[str] = Counter()
         self._took: deque[float] = deque(maxlen=4_096)  # seconds a batch
         self._process = psutil.Process()
+        self._ordered_policy: str | None = None
         self._ticking: asyncio.Task[None] | None = None
 
     async def events(self, batch: Batch) -> str:
@@ -87,6 +88,14 @@ class ControllerHost(RoutingDesk):
             self._live.reported(residency.replica, residency.epoch, numbers)
         # Who is silent is decided by one clock: an engine's own stands still while nobody calls it.
         self._perform(self._controller.handle(replace(residency, at_s=time())))
+
+    async def order_policy(self, policy: str) -> None:
+        """The cache policy that was ordered of all engines: for those that start later."""
+        self._ordered_policy = policy
+
+    async def ordered_policy(self) -> str | None:
+        """The latest order; None: engines keep to what they were started with."""
+        return self._ordered_policy
 
     async def states(self, states: Sequence[CallState], dropped: int) -> None:
         self._counts["states_dropped"] += dropped

@@ -72,6 +72,14 @@ class ControllerClient:
         """Hidden states of calls; `dropped`: how many were lost since the last time."""
         await self._ask("states", tuple(states), dropped)
 
+    async def order_policy(self, policy: str) -> None:
+        """Engines that start from now on follow it, as long as this controller lives."""
+        await self._ask("order_policy", policy)
+
+    async def ordered_policy(self) -> str | None:
+        found: str | None = await self._ask("ordered_policy")
+        return found
+
     async def runs(self, limit: int = 100) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._ask("runs", limit)
         return found

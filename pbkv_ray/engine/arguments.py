@@ -56,4 +56,4 @@ def engine_arguments(options: EngineOptions, model_path: str, accelerator: bool,
         arguments |= cpu_arguments()
         if options.dtype == "auto":
             arguments["dtype"] = default_dtype(Path("/proc/cpuinfo").read_text())
-    return arguments | policy_arguments(options.policy, **switches) | options.extra
+    return arguments | policy_arguments(options.policy, **{"shadow": options.shadow, **switches}) | options.extra

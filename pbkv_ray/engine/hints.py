@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pbkv_ray.config import POLICIES
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.forecast import Forecast
@@ -88,6 +89,21 @@ def decode(payload: str) -> tuple[list[PublishForecast], dict[str, float], float
         for hint in message["forecasts"]
     ]
     return forecasts, {run: float(at_s) for run, at_s in message["ended"].items()}, float(message["now"])
+
+
+def order(policy: str) -> str:
+    """The payload that puts another policy, or `lru`, in charge."""
+    return json.dumps({"policy": policy})
+
+
+def ordered_policy(payload: str) -> str | None:
+    """The policy of an `order`; None for other payloads."""
+    if not payload.startswith('{"policy"'):
+        return None
+    policy = json.loads(payload)["policy"]
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is unknown")
+    return str(policy)
 
 
 class QuietPayloads(logging.Filter):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pbkv_ray.core.actions import PublishForecast
-from pbkv_ray.engine.hints import RPC, encode
+from pbkv_ray.engine.hints import RPC, encode, order
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LinkCount:
 
 
 class HintLink:
-    """One engine's hints. All methods return at once and may be called from any thread.
+    """One engine's hints. All methods but `order` and `flush` return at once; any thread may call them.
 
     send: delivers a payload to all ranks and returns when they have it.
     """
@@ -49,6 +49,7 @@ class HintLink:
         self._max_in_message = max_in_message
         self._forecasts: OrderedDict[str, PublishForecast] = OrderedDict()
         self._ended: OrderedDict[str, float] = OrderedDict()
+        self._ordered: str | None = None
         self._ticked = False
         self._sending = False
         self._retry_s = retry_s
@@ -85,12 +86,18 @@ class HintLink:
             self._ticked = True
             self._news.notify_all()
 
+    def order(self, policy: str, timeout_s: float) -> bool:
+        """Another policy from now on; a later order replaces it. True once it is delivered, False if it is not in
+        time: then it is tried on, before anything else. Waits, unlike the other methods."""
+        with self._news:
+            self._ordered = policy
+            self._news.notify_all()
+            return self._news.wait_for(lambda: self._ordered is None or self._closed.is_set(), timeout_s)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was published is delivered; False if it is not in time."""
         with self._news:
-            return self._news.wait_for(
-                lambda: not (self._forecasts or self._ended or self._ticked or self._sending), timeout_s
-            )
+            return self._news.wait_for(lambda: not (self._waiting() or self._sending), timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send nothing more. A broadcast that is under way is not waited for longer than `timeout_s`."""
@@ -107,13 +114,17 @@ class HintLink:
     def _run(self) -> None:
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._forecasts or self._ended or self._ticked or self._closed.is_set())
+                self._news.wait_for(lambda: self._waiting() or self._closed.is_set())
                 if self._closed.is_set():
                     return
+                ordered = self._ordered
                 forecasts = [self._forecasts.popitem(last=False)[1] for _ in range(self._room(self._forecasts))]
                 ended = dict(self._ended.popitem(last=False) for _ in range(self._room(self._ended)))
                 self._ticked, self._sending = False, True
             try:
+                if ordered is not None:
+                    self._send(order(ordered))
+                    self._obeyed(ordered)
                 self._send(encode(forecasts, ended, self._clock()))
                 self.count.sent += 1
                 self.count.forecasts += len(forecasts)
@@ -128,6 +139,15 @@ class HintLink:
             with self._news:
                 self._sending = False
                 self._news.notify_all()
+
+    def _obeyed(self, policy: str) -> None:
+        with self._news:
+            if self._ordered == policy:  # else there is another order by now
+                self._ordered = None
+                self._news.notify_all()
+
+    def _waiting(self) -> bool:
+        return bool(self._forecasts or self._ended or self._ticked or self._ordered)
 
     def _room(self, table: "OrderedDict[str, PublishForecast] | OrderedDict[str, float]") -> int:
         return min(len(table), self._max_in_message)

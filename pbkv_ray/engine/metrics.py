@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pbkv_ray.core.calls import Reply
+from pbkv_ray.engine.facts import Overseen
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -24,6 +25,7 @@ class EngineMetrics:
         self.engine_deaths = 0
         self.calls: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.overseen: Overseen | None = None  # the scheduler's latest word on who is in charge of the cache
         self.channels: dict[str, Any] = {}  # "hints", "facts": the counts of their ends (slots dataclasses of ints)
 
     def finished(self, reply: Reply) -> None:
@@ -79,9 +81,45 @@ class _Collector:
         for kind, count in sorted(metrics.tokens.items()):
             tokens.add_metric([replica, kind], count)
         yield tokens
+        if metrics.overseen is not None:
+            yield from _overseen(metrics.overseen, replica)
         for channel, count in metrics.channels.items():
             what = f"What became of the {channel} between server and scheduler."
             events = CounterMetricFamily(f"pbkv_engine_{channel}", what, labels=["replica", "event"])
             for event in count.__slots__:
                 events.add_metric([replica, event], getattr(count, event))
             yield events
+
+
+def _overseen(seen: Overseen, replica: str) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    what = "Prompt tokens, those found on the device, and those that LRU would have found (estimated)."
+    tokens = CounterMetricFamily("pbkv_engine_shadow_tokens", what, labels=["replica", "kind"])
+    for kind, value in (("prompt", seen.prompt), ("hit", seen.hit), ("lru_hit", seen.lru)):
+        tokens.add_metric([replica, kind], value)
+    yield tokens
+    state = GaugeMetricFamily(
+        "pbkv_engine_shadow_state",
+        "1: in charge of the cache (policy, fallback, ordered).",
+        labels=["replica", "state"],
+    )
+    for name in ("policy", "fallback", "ordered"):
+        state.add_metric([replica, name], float(seen.state == name))
+    yield state
+    turns = CounterMetricFamily(
+        "pbkv_engine_shadow_turns", "LRU took over from the policy, or gave back.", labels=["replica", "to"]
+    )
+    turns.add_metric([replica, "fallback"], seen.fallbacks)
+    turns.add_metric([replica, "policy"], seen.returns)
+    yield turns
+    gauges: dict[str, tuple[float, str]] = {
+        "debt_tokens": (seen.debt, "Lost against LRU beyond the allowance."),
+        "rest_tokens": (seen.rest, "Prompt tokens until the policy is tried again."),
+        "error": (seen.error, "Share of prompt tokens by which the estimate was seen to be too high."),
+        "failures": (seen.failures, "Failures of the estimate; above 0 it is off."),
+    }
+    for name, (number, help_text) in gauges.items():
+        gauge = GaugeMetricFamily(f"pbkv_engine_shadow_{name}", help_text, labels=["replica"])
+        gauge.add_metric([replica], number)
+        yield gauge

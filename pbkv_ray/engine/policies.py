@@ -6,7 +6,7 @@ The options travel as SGLang's own `radix_eviction_policy_config`, so every rank
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pbkv_ray.config import POLICIES
+from pbkv_ray.config import POLICIES, SHADOWS
 from pbkv_ray.errors import ConfigError
 
 STOCK = frozenset({"lru", "session"})  # SGLang as it is: no owners, no hints, no facts
@@ -27,6 +27,8 @@ class RadixOptions:
               nodes to do so (paper, appendix E: rho), 0 = never.
     max_age_s: a forecast older than this, on the broadcast clock, is void.
     hold_siblings: requests that share a cold prefix wait until the first of them has computed it (`engine.queue`).
+    shadow: "watch" estimates what LRU would have hit; "guard" also lets LRU take over from a policy that loses
+            against it (`engine.oversight`); "off": neither.
     facts: zmq endpoint of a `facts.FactsReceiver`; empty: nothing is reported. hidden_states: also two vectors a call.
     """
 
@@ -39,10 +41,13 @@ class RadixOptions:
     facts: str = ""
     hidden_states: bool = False
     hold_siblings: bool = False
+    shadow: str = "off"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; known are {', '.join(POLICIES)}")
+        if self.shadow not in SHADOWS:
+            raise ConfigError(f"shadow {self.shadow!r} is unknown; known are {', '.join(SHADOWS)}")
         if self.partial_tokens < 0 or self.max_age_s <= 0 or not 0 <= self.aggressive_share < 1:
             raise ConfigError(
                 f"partial_tokens {self.partial_tokens} must not be negative, max_age_s {self.max_age_s:g} must be "

@@ -61,6 +61,13 @@ class EnginePrefetcher:
         self._decoding_since = None
         self._plan.clear()
 
+    def finish(self) -> None:
+        """Another will take its place: no forward may run before what is on its way has arrived."""
+        for finished in self._unfenced:
+            while not finished.query():
+                time.sleep(1e-4)
+        self.reset()
+
     def used(self, node: UnifiedTreeNode | None) -> None:
         """A request's prompt ends in `node`."""
         while node is not None and node is not self._core.root_node:
@@ -75,7 +82,7 @@ class EnginePrefetcher:
 
     def _load(self, reserve: int) -> None:
         cache = self._cache
-        if self._loading or not self._core.trusted or not cache.has_free_load_back_slot():
+        if self._loading or not self._core.trusted or self._core.by_lru() or not cache.has_free_load_back_slot():
             return
         allocator = cache.token_to_kv_pool_allocator
         loads = self._plan.plan(max(0, allocator.available_size() - reserve), allocator.size)

@@ -18,16 +18,20 @@ from pbkv_ray.engine import scheduler
 from pbkv_ray.engine.facts import FactsSender
 from pbkv_ray.engine.hints import owner_of
 from pbkv_ray.engine.misses import EngineMisses
+from pbkv_ray.engine.oversight import Oversight
 from pbkv_ray.engine.policies import BACKEND, RadixOptions
 from pbkv_ray.engine.prefetcher import EnginePrefetcher
 from pbkv_ray.engine.queue import Queue
 from pbkv_ray.engine.tree_core import OwnedFullComponent, OwnedTreeCore
+
+LRU = "lru"  # what an operator calls SGLang's own order
 
 
 class OwnedRadixCache(UnifiedRadixCache):
     """SGLang's cache. A request's path gets its owner when it is admitted and when its tokens are inserted."""
 
     queue: Queue
+    oversight: Oversight | None = None
     prefetcher: EnginePrefetcher | None = None
     facts: FactsSender | None = None
     misses: EngineMisses | None = None
@@ -50,12 +54,36 @@ class OwnedRadixCache(UnifiedRadixCache):
             self.prefetcher.reset()
         if self.misses is not None:
             self.misses.clear()
+        if self.oversight is not None:
+            self.oversight.cleared()
 
     def choose(self, options: RadixOptions) -> None:
         """Another policy from now on, for benchmarks: the cache is emptied, what was learned of prompts stays."""
         self.tree_core.choose(options)
-        self.prefetcher = None
+        self.prefetcher = self.oversight = None
         self.attach(0 if self.facts is not None else 1)
+
+    def switch(self, policy: str) -> None:
+        """Another policy from now on, while it serves: `lru` is SGLang's own. The cache keeps what it holds."""
+        core = self.tree_core
+        if policy not in (LRU, core.options.policy):
+            kept = {name: getattr(core.options, name) for name in ("facts", "hidden_states", "shadow", "max_age_s")}
+            if self.prefetcher is not None:
+                self.prefetcher.finish()
+            core.follow(RadixOptions.of(policy, **kept))
+            self.prefetcher = None
+            self.attach(0 if self.facts is not None else 1)
+        self._overseer().order(policy == LRU)
+
+    def _overseer(self) -> Oversight:
+        """Made at first use: a replay puts an index of its own into the tree."""
+        if self.oversight is None:
+            core, size = self.tree_core, int(getattr(self.token_to_kv_pool_allocator, "size", 0))
+            watches, guards = core.options.shadow != "off", core.options.shadow == "guard"
+            tokens = core.index.owners.learned.block_tokens
+            self.oversight = made = Oversight(size, tokens, shadow=watches, guards=guards)
+            core.by_lru = lambda: made.by_lru
+        return self.oversight
 
     def queued(self, req: Any) -> None:
         """The request has joined the scheduler's queue: its run's next use is as near as can be."""
@@ -78,6 +106,8 @@ class OwnedRadixCache(UnifiedRadixCache):
         if self.prefetcher is not None:
             core.tell(self.prefetcher.used, node)
         self._own(owner, node)
+        if core.options.shadow != "off":
+            self._overseer().admitted(req, req.cached_tokens_device, getattr(req, "pbkv_blocks", None))
         if self.misses is not None:
             self.misses.admitted(req, owner)
 
@@ -85,6 +115,8 @@ class OwnedRadixCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if not self.disable:
             self._own(owner_of(req), self.tree_core._node_arena.get(req.last_node))
+            if self.oversight is not None:
+                self.oversight.stored(req, up_to)
 
     def _own(self, owner: Any, node: Any) -> None:
         core = self.tree_core

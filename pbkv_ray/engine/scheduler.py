@@ -15,8 +15,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pbkv_ray.core.reuse import Tier
 from pbkv_ray.engine import measured
-from pbkv_ray.engine.hints import RPC, RPC_CHOOSE, QuietPayloads, decode, owner_of
+from pbkv_ray.engine.hints import RPC, RPC_CHOOSE, QuietPayloads, decode, ordered_policy, owner_of
 from pbkv_ray.engine.policies import RadixOptions
+from pbkv_ray.engine.pools import pools
 from pbkv_ray.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ def apply_hints(scheduler: Any, payload: str) -> None:
     """`Scheduler.pbkv_apply`: one broadcast of `engine.link`. Runs on every rank, between two batches."""
     cache = _ours(scheduler)
     if cache is None:
+        return
+    if (policy := ordered_policy(payload)) is not None:
+        cache.switch(policy)
         return
     core = cache.tree_core
     forecasts, ended, now_s = decode(payload)
@@ -94,7 +98,7 @@ def after_plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 def around_new_prefill(make: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `Scheduler.get_new_batch_prefill`: siblings wait until the first of them has computed their prefix."""
     cache = _ours(scheduler)
-    if cache is None or not cache.tree_core.options.hold_siblings:
+    if cache is None or not cache.tree_core.options.hold_siblings or cache.tree_core.by_lru():
         return make(scheduler, *args, **kwargs)
     return cache.queue.plan(scheduler, lambda: make(scheduler, *args, **kwargs))
 
@@ -124,6 +128,9 @@ def report(cache: Any, queued_prefill_tokens: int) -> None:
         },
     )
     count.recent.clear()
+    cache.facts.send("pools", {"tokens": pools(cache)})
+    if cache.oversight is not None:
+        cache.facts.send("overseen", {"policy": core.options.policy, **cache.oversight.report()})
     if cache.prefetcher is not None:
         done = cache.prefetcher.count
         cache.facts.send("prefetched", {"tokens": {name: getattr(done, name) for name in done.__slots__}})

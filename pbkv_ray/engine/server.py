@@ -20,7 +20,7 @@ from pbkv_ray.core.calls import CacheReport, Call, Caller, Chunk, FinishReason, 
 from pbkv_ray.core.misses import Missed
 from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
-from pbkv_ray.engine.facts import CallMissed, Evicted, Fact, FactsReceiver
+from pbkv_ray.engine.facts import CallMissed, Evicted, Fact, FactsReceiver, Overseen
 from pbkv_ray.engine.hints import RPC_CHOOSE, owner_params
 from pbkv_ray.engine.link import link_to
 from pbkv_ray.engine.metrics import EngineMetrics
@@ -29,7 +29,7 @@ from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.orphans import mark_parent
 from pbkv_ray.engine.policies import STOCK, RadixOptions
 from pbkv_ray.engine.process import EngineProcesses
-from pbkv_ray.errors import EngineError, EngineLostError, InputError
+from pbkv_ray.errors import ConfigError, EngineError, EngineLostError, InputError
 
 HEALTH_POLL_S = 0.05
 MAX_MISSED = 4_096  # reports that wait for the end of their calls
@@ -60,6 +60,7 @@ class EngineServer:
         """
         self.options = options
         self.replica = replica
+        self.policy = options.policy  # as ordered last
         self._on_death = on_death
         self._openai: OpenAIChat | None = None
         self._created = int(time.time())
@@ -180,6 +181,29 @@ class EngineServer:
         except AssertionError as error:  # how collective_rpc says that a rank raised
             raise EngineError(str(error)) from error
 
+    async def switch_policy(self, policy: str, timeout_s: float = 10.0) -> None:
+        """Another policy while it serves; the cache keeps what it holds. `lru` is SGLang's own order of eviction.
+
+        Raises ConfigError for a policy that this engine cannot have, EngineError when it does not hear of it in time.
+        """
+        RadixOptions.of(policy)
+        if policy == "session" or self._link is None:
+            if policy == self.options.policy:
+                return
+            raise ConfigError(
+                f"the engine of replica {self.replica} was started with policy {self.options.policy}, and cannot take "
+                f"{policy} while it serves; one that was started with a policy of ours can take any but `session`"
+            )
+        if not await asyncio.to_thread(self._link.order, policy, timeout_s):
+            raise EngineError(f"the engine of replica {self.replica} has not heard of policy {policy}; it is tried on")
+        self.policy = policy
+
+    def policy_state(self) -> dict[str, Any]:
+        """Which policy is wanted here, who is in charge, and what LRU would have hit; as of the last report."""
+        overseen = self.metrics.overseen
+        state = {"started_with": self.options.policy, "policy": self.policy}
+        return state if overseen is None else {**asdict(overseen), **state, "follows": overseen.policy}
+
     async def check_health(self, timeout_s: float = 20.0) -> None:
         """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.
 
@@ -255,6 +279,8 @@ class EngineServer:
             return
         if isinstance(fact, Evicted):
             self._evicted = fact
+        elif isinstance(fact, Overseen):
+            self.metrics.overseen = fact
         pass_on(fact)
 
     def _request(self, call: Call, prompt: list[int]) -> Outputs:

@@ -46,6 +46,7 @@ class OwnedTreeCore(UnifiedTreeCore):
         self.trusted = True  # False: the index missed something and is out of step with the tree
         self.left_device: list[Callable[[UnifiedTreeNode], None]] = []  # who hears of nodes that leave the device
         self.evicted: Callable[[Tier, int, Explanation], None] | None = None  # who hears why a node goes
+        self.by_lru: Callable[[], bool] = lambda: False  # SGLang's own order is wanted; the index only keeps step
         super().__init__(replace(params, eviction_policy_config=None), components)
 
     def reset(self) -> None:
@@ -57,6 +58,16 @@ class OwnedTreeCore(UnifiedTreeCore):
         """Follow other options from the next `reset` on. What was learned of prompts and waits stays."""
         self.options, self.count, self.left_device = options, TreeCount(), []
         self.index = _index(options, learned=self.index.owners.learned, waits=self.index.owners.waits)
+
+    def follow(self, options: RadixOptions) -> None:
+        """Follow other options at once, with all nodes. Owners come back with the next calls of the running runs."""
+        self.choose(options)
+        self.trusted = True
+        below = list(self.root_node.children.values())
+        while below:
+            node = below.pop()
+            self.tell(self._report, node)
+            below += node.children.values()
 
     def tell(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Tell the index something. If it raises, it is given up until the next flush: the cache must go on."""
@@ -146,8 +157,8 @@ class OwnedFullComponent(FullComponent):
 
     def _evict_device_start(self, request_cnt: int) -> None:
         core = self.tree_core
-        if not core.trusted:
-            super()._evict_device_start(request_cnt)
+        if not core.trusted or core.by_lru():
+            super()._evict_device_start(0 if self.retired_only else request_cnt)
             return
         self._evict_device_request_cnt = request_cnt
         self._victims = core.victims(Tier.DEVICE)
@@ -199,7 +210,7 @@ class OwnedFullComponent(FullComponent):
         self, num_tokens: int, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: list[Any]
     ) -> None:
         core = self.tree_core
-        if core.trusted:
+        if core.trusted and not core.by_lru():
             victims = core.victims(Tier.HOST)
             while tracker[FULL] < num_tokens and (victim := self._next(victims)) is not None:
                 node, reason = victim

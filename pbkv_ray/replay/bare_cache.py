@@ -142,6 +142,7 @@ class BareCache:
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node
         req.best_match_node, req.host_hit_length = match.best_match_node, match.host_hit_length
         req.device_hit, req.host_hit = match.device_prefix_len, 0
+        req.cached_tokens_device = match.device_prefix_len
         if req.host_hit_length:
             req.host_hit, req.last_node = self.cache.init_load_back(
                 InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req)

@@ -66,8 +66,10 @@ def replay_command(
     page: Annotated[int, typer.Option(help="16: one unit a block; 1: every token")] = BLOCK_TOKENS,
     noise: Annotated[float, typer.Option(help="share of uniform noise in forecasts (paper Eq. 5)")] = 0.0,
     predictor: Annotated[
-        str, typer.Option(help="counts, order-1, order-2, order-3, graphsage (trained first) or served (both)")
+        str,
+        typer.Option(help="counts, order-1, order-2, order-3, graphsage (trained first), served (both) or misled"),
     ] = "counts",
+    shadow: Annotated[str, typer.Option(help="off, watch (estimate LRU) or guard (fall back to it)")] = "off",
     steps: Annotated[int, typer.Option(help="K of the paper's score")] = 3,
     gamma: Annotated[float, typer.Option(help="of the paper's score")] = 0.7,
     rho: Annotated[float, typer.Option(help="share of the pool that prefetch may take from active nodes")] = 0.0,
@@ -108,6 +110,7 @@ def replay_command(
         seed=seed,
         noise=noise,
         predictor=predictor,
+        shadow=shadow,
         make_predictor=predictor_of(predictor, train_on),
         steps=steps,
         gamma=gamma,

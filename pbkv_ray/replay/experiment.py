@@ -56,6 +56,7 @@ class Setup:
     gamma: float = 0.7
     rho: float = 0.0  # share of the pool that a prefetch may take from active nodes (paper, appendix E)
     predictor: str = "counts"  # of replay.predictors
+    shadow: str = "off"  # config.SHADOWS: our policies beside the shadow of LRU, or under its guard
     make_predictor: Callable[[], Predictor] = VariableOrderCounts
     score: Callable[[], Score] | None = None  # experiments: instead of every policy's own
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
@@ -104,7 +105,7 @@ def make_driver(policy: str, capacity: int, setup: Setup, times: dict[str, list[
         noise=setup.noise,
         memo=setup.memo if times is not None else None,
         score=_score(policy, setup),
-        switches={"aggressive_share": setup.rho},
+        switches={"aggressive_share": setup.rho, "shadow": setup.shadow},
     )
     if setup.train is not None:
         driver.learn(setup.train, setup.order(setup.train), setup.keys(setup.train))
@@ -200,7 +201,7 @@ def hits_json(hits: Hits) -> Json:
         "evicted_tokens": hits.evicted,
         "refused_calls": hits.refused_calls,
         "agent_hit": {a: round(d / max(1, p), 5) for a, (p, d) in sorted(hits.by_agent.items())},
-    }
+    } | ({"shadow": hits.overseen} if hits.overseen else {})
 
 
 def outcome_json(outcome: Outcome) -> Json:
@@ -283,6 +284,7 @@ def replay(
             "seed": setup.seed,
             "noise": setup.noise,
             "predictor": setup.predictor,
+            "shadow": setup.shadow,
             "K": setup.steps,
             "gamma": setup.gamma,
             "rho": setup.rho,

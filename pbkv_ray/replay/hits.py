@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Hits:
     host: int = 0
     evicted: int = 0
     refused_calls: int = 0
+    overseen: dict[str, Any] = field(default_factory=dict)  # engine.oversight's report, in units, if there was one
     by_agent: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     @property
@@ -71,6 +73,8 @@ def replay_order(workload: Workload, order: Sequence[OrderedCall], keys: Keys, d
         if item.last:
             driver.run_ended(run.run_id, run.workflow, history, item.at_s)
     hits.evicted = driver.tree.evicted_units * unit
+    if (oversight := getattr(driver.tree.cache, "oversight", None)) is not None:
+        hits.overseen = oversight.report()
     return hits
 
 

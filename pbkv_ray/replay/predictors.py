@@ -10,19 +10,23 @@ import numpy as np
 from pbkv_ray.core.forecast import Predictor
 from pbkv_ray.errors import ConfigError
 from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts
+from pbkv_ray.replay.misled import Misled
 from pbkv_ray.replay.workload import Workload
 
-NAMES = ("counts", "order-1", "order-2", "order-3", "graphsage", "served")
+NAMES = ("counts", "order-1", "order-2", "order-3", "graphsage", "served", "misled")
 
 
 def predictor_of(name: str, train: Workload | None) -> Callable[[], Predictor]:
     """Makes a fresh predictor for each policy. counts: variable order; order-N: the last N agents alone; graphsage:
-    the net alone, trained on `train`; served: the net beside the counts and behind its gate, as in service.
+    the net alone, trained on `train`; served: the net beside the counts and behind its gate, as in service; misled:
+    sure and wrong.
 
     Raises ConfigError for an unknown name, and for a net without `train`.
     """
     if name == "counts":
         return VariableOrderCounts
+    if name == "misled":
+        return Misled
     if name in ("order-1", "order-2", "order-3"):
         options = CountsOptions(order=int(name[-1]), visits=0)
         return lambda: VariableOrderCounts(options)

@@ -79,6 +79,11 @@ class TreeRequest:
     def finished(self) -> bool:
         return self.done
 
+    @property
+    def cached_tokens_device(self) -> int:
+        """SGLang's name for what a request found on the device."""
+        return self.device_hit
+
 
 class Tree:
     """One replica's cache. Raises ConfigError for sizes that SGLang cannot take."""

@@ -264,6 +264,12 @@ class Runs:
         async with self._db.read() as connection:
             return [RunRow(**row) for row in (await connection.execute(statement)).mappings()]
 
+    async def queue(self, limit: int = 1_000) -> list[str]:
+        """The pending runs, first come first, the first `limit` of them."""
+        waiting = select(runs.c.run_id).where(runs.c.status == "pending").order_by(runs.c.position).limit(limit)
+        async with self._db.read() as connection:
+            return list(await connection.scalars(waiting))
+
     async def counts(self) -> dict[str, int]:
         """Runs in flight by status."""
         statement = select(runs.c.status, func.count()).where(runs.c.status.in_(INFLIGHT)).group_by(runs.c.status)

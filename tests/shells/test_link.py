@@ -16,7 +16,16 @@ from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.events import Residency
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.engine.facts import Evicted, Fact, FactsReceiver, FactsSender, HiddenState, Pools
-from pbkv_ray.engine.hints import Owner, QuietPayloads, decode, encode, owner_of, owner_params
+from pbkv_ray.engine.hints import (
+    Owner,
+    QuietPayloads,
+    decode,
+    encode,
+    order,
+    ordered_policy,
+    owner_of,
+    owner_params,
+)
 from pbkv_ray.engine.link import HintLink
 
 WAIT_S = 30.0
@@ -170,6 +179,32 @@ def test_facts_arrive_whole_through_a_socket_that_only_this_user_reaches() -> No
     assert (state.call_id, state.token, state.vector.tolist()) == ("call", "prefill", [0.0, 1.0, 2.0, 3.0])
     receiver.close()
     assert not folder.exists()
+
+
+def test_an_order_is_tried_until_it_is_delivered_and_the_latest_one_counts() -> None:
+    sent: list[str] = []
+    broken = threading.Event()
+    broken.set()
+
+    def send(payload: str) -> None:
+        if broken.is_set():
+            raise ConnectionError("no scheduler")
+        sent.append(payload)
+
+    link = HintLink(send, retry_s=0.01)
+    assert not link.order("lru", timeout_s=0.05)
+    broken.clear()
+    assert link.order("pbkv+", timeout_s=WAIT_S)
+    link.close()
+    assert [ordered_policy(payload) for payload in sent if ordered_policy(payload)][-1] == "pbkv+"
+    assert link.count.failed > 0
+
+
+def test_an_order_is_no_hint_and_a_hint_no_order() -> None:
+    assert ordered_policy(order("lru")) == "lru"
+    assert ordered_policy(encode([], {}, 1.0)) is None
+    with pytest.raises(ValueError, match="'best' is unknown"):
+        ordered_policy(order("best"))
 
 
 def test_what_is_no_fact_and_a_listener_that_fails_are_counted_and_nothing_stops() -> None:

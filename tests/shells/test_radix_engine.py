@@ -14,7 +14,7 @@ from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import Residency
 from pbkv_ray.core.forecast import Forecast
-from pbkv_ray.engine.facts import Evicted, Fact, HiddenState
+from pbkv_ray.engine.facts import Evicted, Fact, HiddenState, Overseen
 from pbkv_ray.engine.server import EngineServer
 from tests.shells.engine_kit import answer, call
 
@@ -102,3 +102,25 @@ async def test_under_pressure_the_retired_go_first_then_what_is_not_forecast(
     assert (evicted.fallbacks, evicted.failures) == (0, 0)
     again = await answer(server, call(prompts["coder"], run="look", agent="coder", step=2, max_tokens=2))
     assert again.device_cached_tokens > 0.9 * again.prompt_tokens
+
+
+async def test_an_operator_puts_lru_in_charge_and_gives_back_while_it_serves(
+    pbkv: tuple[EngineServer, "Queue[Fact]"],
+) -> None:
+    server, facts = pbkv
+    await server.switch_policy("lru")
+    await heard(facts, Overseen, lambda o: o.state == "ordered")
+    wanted = text(server, "wanted: ", 200)
+    await answer(server, call(wanted, run="switch", agent="coder", max_tokens=2))
+    step = np.array([[1.0, 0.0, 0.0]] * 3)
+    server.publish(PublishForecast("switch", 1, Forecast(AGENTS, step), at_s=time.time()))
+    for number in range(5):  # as much as the pool: LRU keeps nothing of before, whatever is forecast
+        await answer(server, call(text(server, f"x{number}: ", 220), run=f"x{number}", agent="tester", max_tokens=2))
+    again = await answer(server, call(wanted, run="switch", agent="coder", step=2, max_tokens=2))
+    assert again.device_cached_tokens < 0.5 * again.prompt_tokens
+    await server.switch_policy("pbkv")
+    back = await heard(facts, Overseen, lambda o: o.state == "policy")
+    assert isinstance(back, Overseen)
+    assert (back.policy, back.watches, back.failures) == ("pbkv", True, 0)
+    assert (server.policy_state()["policy"], server.policy_state()["follows"]) == ("pbkv", "pbkv")
+    assert 'pbkv_engine_shadow_state{replica="r1",state="policy"} 1.0' in server.metrics_text()

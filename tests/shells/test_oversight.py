@@ -1,0 +1,127 @@
+"""LRU's shadow, its guard and the operator's switch, on SGLang's real cache object; no model, no engine."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pbkv_ray.core.calls import Caller
+from pbkv_ray.core.forecast import Forecast
+
+pytest.importorskip("sglang")
+from pbkv_ray.replay.bare_cache import BareCache
+from tests.shells.test_radix import SYSTEM, always, held, victims
+from tests.shells.test_radix import calls as random_calls
+
+POOL = 6_000
+AGENTS = ("coder", "tester")
+
+
+def calls(count: int) -> Iterator[tuple[Caller, list[int]]]:
+    """Six runs at a time whose agents take long turns: what was used last is what is used next."""
+    dice, contexts = random.Random(5), dict[tuple[int, str], list[int]]()
+    turns = {slot: [0, dice.randrange(2)] for slot in range(6)}
+    for number in range(count):
+        slot = dice.randrange(6)
+        turn = turns[slot]
+        if turn[0] == 0:
+            turn[:] = [dice.randrange(8, 16), 1 - turn[1]]
+        turn[0] -= 1
+        agent = AGENTS[turn[1]]
+        context = contexts.setdefault((slot, agent), list(range(10_000 * slot, 10_000 * slot + 400)))
+        if len(context) > 1_600:
+            context = contexts[slot, agent] = [10_000 * slot + number, *context[1:400]]
+        context += [100_000 + number] * dice.randrange(40, 120)
+        yield Caller(f"run{slot}", "review", agent, number), list(context)
+
+
+def serve(bare: BareCache, count: int = 500) -> float:
+    """The hit rate; every forecast says that the other agent calls."""
+    hit = asked = 0
+    for number, (who, prompt) in enumerate(calls(count)):
+        wrong = AGENTS[who.agent == "coder"]
+        if hasattr(bare.cache, "admit"):
+            bare.index.update(who.run_id, always(wrong, agents=AGENTS), version=number, at_s=float(number))
+        hit += bare.call(who, prompt, [7, number]).device
+        asked += len(prompt)
+    return hit / asked
+
+
+def test_a_policy_that_is_misled_falls_back_and_costs_three_points_at_most() -> None:
+    lru, misled = serve(BareCache("lru", POOL)), serve(BareCache("he", POOL))
+    guarded = BareCache("he", POOL, shadow="guard")
+    hit, said = serve(guarded), guarded.cache.oversight.report()
+    assert misled < lru - 0.1
+    assert hit > lru - 0.03
+    assert (said["fallbacks"] in (1, 2), said["failures"]) == (True, 0)
+    assert said["lru"] / said["prompt"] == pytest.approx(lru, abs=0.02)
+    assert said["hit"] / said["prompt"] == pytest.approx(hit, abs=1e-3)
+    guarded.cache.sanity_check()
+    guarded.index.check_invariants()
+
+
+def test_one_that_only_watches_says_so_and_leaves_the_policy_in_charge() -> None:
+    watched, alone = BareCache("he", POOL, shadow="watch"), BareCache("he", POOL)
+    assert serve(watched, 150) == serve(alone, 150)
+    said = watched.cache.oversight.report()
+    assert (said["state"], said["watches"]) == ("policy", True)
+    assert said["lru"] > said["hit"]
+
+
+@pytest.mark.parametrize("policy", ["lae", "pbkv+"])
+def test_by_order_of_an_operator_the_victims_are_those_of_lru_whatever_is_forecast(policy: str) -> None:
+    stock, ours = BareCache("lru", 1_200, host_ratio=2.0), BareCache(policy, 1_200, host_ratio=2.0)
+    ours.cache.switch("lru")
+    expected, found = victims(stock), victims(ours)
+    for number, (who, prompt, output) in enumerate(random_calls(seed=7, count=100)):
+        ours.index.update(who.run_id, always("tester"), version=number, at_s=float(number))
+        assert ours.call(who, prompt, output) == stock.call(who, prompt, output)
+        if number % 30 == 29:
+            ours.end(who.run_id)
+    assert len(expected) > 50
+    assert found == expected
+    ours.cache.sanity_check()
+    ours.index.check_invariants()
+
+
+def test_switched_back_the_policy_knows_what_the_cache_holds() -> None:
+    bare = BareCache("he", 1_000)
+    coder, tester = [*SYSTEM, *range(100, 150)], [*SYSTEM, *range(200, 250)]
+    bare.cache.switch("lru")
+    bare.call(Caller("run", "review", "coder", 0), coder)
+    bare.call(Caller("run", "review", "tester", 0), tester)
+    bare.cache.switch("he")
+    bare.index.update("run", always("coder"), version=1, at_s=0.0)
+    bare.evict(1)
+    assert (held(bare, coder), held(bare, tester)) == ((58, 0), (8, 0))
+
+
+def test_switched_to_a_third_policy_the_cache_keeps_what_it_holds_and_learns_who_owns_it_from_the_next_calls() -> None:
+    bare = BareCache("lae", 1_000)
+    coder, tester = [*SYSTEM, *range(100, 150)], [*SYSTEM, *range(200, 250)]
+    bare.call(Caller("run", "review", "coder", 0), coder)
+    bare.call(Caller("run", "review", "tester", 0), tester)
+    bare.cache.switch("he")
+    bare.index.check_invariants()
+    assert bare.cache.tree_core.options.policy == "he"
+    assert (held(bare, coder), held(bare, tester)) == ((58, 0), (58, 0))
+    bare.call(Caller("run", "review", "coder", 1), coder)
+    bare.call(Caller("run", "review", "tester", 1), tester)
+    step = np.array([[1.0, 0.0, 0.0]] * 3)
+    bare.index.update("run", Forecast(AGENTS, step), version=2, at_s=0.0)
+    bare.evict(1)
+    assert (held(bare, coder), held(bare, tester)) == ((58, 0), (8, 0))
+
+
+def test_a_shadow_that_raises_is_off_and_the_policy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, sound = BareCache("he", POOL, shadow="guard"), BareCache("he", POOL)
+
+    def fail(*_: Any) -> int:
+        raise ZeroDivisionError("a bad shadow")
+
+    monkeypatch.setattr("pbkv_ray.core.shadow.ShadowLru.find", fail)
+    assert serve(broken, 100) == serve(sound, 100)
+    said = broken.cache.oversight.report()
+    assert (said["state"], said["watches"], said["failures"]) == ("policy", False, 1)

@@ -122,7 +122,7 @@ async def becomes(wanted: object, look: Callable[[], Awaitable[object]]) -> None
 def replica_pid(deployment: str) -> int:
     """The process of the replica that Ray names `ray::ServeReplica:APP:DEPLOYMENT`."""
     title = f"ray::ServeReplica:{APP}:{deployment}"
-    (pid,) = [p.pid for p in psutil.process_iter() if title in " ".join(p.cmdline())]
+    (pid,) = [p.pid for p in psutil.process_iter(["cmdline"]) if title in " ".join(p.info["cmdline"] or ())]
     return pid
 
 
@@ -167,11 +167,11 @@ async def gateway_pid() -> int:
 
 VICTIMS: dict[str, Callable[[], Awaitable[int]]] = {
     "controller": controller_pid,
-    "engine replica": engine_pid,
-    "SGLang scheduler": scheduler_pid,
     "runner": runner_pid,
     "gateway": gateway_pid,
     "Serve controller": serve_controller_pid,
+    "engine replica": engine_pid,
+    "SGLang scheduler": scheduler_pid,
 }
 
 
@@ -276,6 +276,7 @@ async def test_any_process_may_die_under_load(url: str, rows: list[Row]):
         if chosen and name not in chosen.split(","):
             continue
         rows.append(await killed(url, name, victim, usual))
+        print(rows[-1], flush=True)
         await becomes({}, unsettled)
         usual = await undisturbed(url, f"after the {name}")
         rows[-1].hit_after = usual[1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from pbkv_ray.predict.calibration import expand, fit_mixture, scale
 from pbkv_ray.predict.counts import CountsOptions, VariableOrderCounts
 from pbkv_ray.predict.dataset import Run, labels, vocabulary
 from pbkv_ray.predict.graphsage import NetOptions
-from pbkv_ray.predict.train import Model, TrainOptions, begun, fit, inputs_of, labels_of
+from pbkv_ray.predict.inference import Stage
+from pbkv_ray.predict.train import Model, TrainOptions, begun, fit, inputs_of, labels_of, prefilled
 
 
 class Fitted(Protocol):
@@ -68,25 +69,32 @@ class Counts:
 
 @dataclass
 class Net:
-    """`at_start`: forecasts at the start of a call instead of at its end."""
+    """`stage`: how far the last call has come: forecasts at its start, after its prefill, or at its end."""
 
     model: Model
-    at_start: bool = False
+    stage: Stage = "finished"
 
     def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
         inputs = inputs_of(runs, self.model.agents, tuple(self.model.net.options.signals))
-        inputs = begun(inputs) if self.at_start else inputs
+        if self.stage != "finished":
+            inputs = begun(inputs) if self.stage == "begun" else prefilled(inputs)
         return expand(self.model.probability(inputs), self.model.agents, agents)
 
     def complete(self, validation: Sequence[Run]) -> None: ...
 
 
-def mixture(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> Array:
-    """[K] weight of the net in service, against counts that have seen the same runs, at the start of a call."""
-    horizon = model.net.options.horizon
-    counted = Counts(train, CountsOptions(horizon=horizon)).probability(validation, model.agents)
-    own = scale(Net(model, at_start=True).probability(validation, model.agents), model.temperature)
-    return fit_mixture(counted, own, labels_of(validation, model.agents, horizon))
+def mixtures(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> dict[str, Any]:
+    """For config.json: [K] weight of the net in service, against counts that have seen the same runs; `mixture` at the
+    start of a call, `mixture_later` at its later stages."""
+    counted = Counts(train, CountsOptions(horizon=model.net.options.horizon)).probability(validation, model.agents)
+    label = labels_of(validation, model.agents, model.net.options.horizon)
+
+    def weight(stage: Stage) -> list[float]:
+        own = scale(Net(model, stage).probability(validation, model.agents), model.temperature)
+        return [float(share) for share in fit_mixture(counted, own, label)]
+
+    later: tuple[Stage, ...] = ("prefilled", "finished")
+    return {"mixture": weight("begun"), "mixture_later": {stage: weight(stage) for stage in later}}
 
 
 def candidates(runs: Sequence[Run], horizon: int, train: TrainOptions) -> dict[str, Fit]:

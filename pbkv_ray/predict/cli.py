@@ -31,7 +31,7 @@ def train(
     import torch
 
     from pbkv_ray.errors import InputError
-    from pbkv_ray.predict.baselines import mixture
+    from pbkv_ray.predict.baselines import mixtures
     from pbkv_ray.predict.graphsage import NetOptions
     from pbkv_ray.predict.train import TrainOptions, evaluate_held, fit, save
 
@@ -61,7 +61,7 @@ def train(
         model = fit(rest, validation, NetOptions(1, signals=widths), options, epoch)
     facts = {"workflow": name, "data": trace.name, "data_sha256": data.sha256}
     measured = evaluate_held(model, validation)
-    save(model, out, {**facts, "mixture": mixture(model, rest, validation).tolist(), "metrics": measured})
+    save(model, out, {**facts, **mixtures(model, rest, validation), "metrics": measured})
     console.print(
         f"{out}: {model.facts['parameters']:,} parameters, {len(runs)} runs of {name}, "
         f"next agent right {measured['top1'][0]:.3f} of validation"

@@ -117,7 +117,7 @@ def _fold(
         model.complete(validation)
         answer(name, before, model.probability(test, agents))
         if name == NET and isinstance(model, Net):
-            begun = Net(model.model, at_start=True)
+            begun = Net(model.model, "begun")
             answer(AT_START, begun.probability(validation, agents), begun.probability(test, agents))
         if progress:
             progress(name)

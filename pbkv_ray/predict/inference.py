@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -17,13 +17,15 @@ from pbkv_ray.errors import InputError
 from pbkv_ray.predict.features import Floats, PathFeatures, vectors
 
 FORMAT = 1  # of the model folder
+Stage = Literal["begun", "prefilled", "finished"]  # how far a run's last call has come
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedNet:
     """A net of one workflow, as `pbkv train` left it.
 
-    agents: its columns; temperature [K]; mixture [K]: weight of the net against the counts; facts: config.json.
+    agents: its columns; temperature [K]; mixture [K]: weight of the net against the counts at the start of a call;
+    facts: config.json, where `mixture_later` has the weights at later stages.
     """
 
     agents: tuple[str, ...]
@@ -86,6 +88,10 @@ class ServedNet:
             own = state @ self.tensors[f"{layer}.lin_root.weight"].T
             state = np.maximum(passed + own + self.tensors[f"{layer}.lin_rel.bias"], 0)
         return np.asarray(state, np.float32)
+
+    def weight(self, stage: Stage) -> Array:
+        """[K] weight of the net against the counts."""
+        return np.asarray(self.facts.get("mixture_later", {}).get(stage, self.mixture), np.float64)
 
     def widths(self) -> dict[str, int]:
         """Signal -> width of the hidden states that it was trained on."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from pbkv_ray.core.forecast import Array, CallFacts, Forecast, Predictor
 from pbkv_ray.errors import ConfigError, InputError
-from pbkv_ray.predict.calibration import expand, mix
+from pbkv_ray.predict.calibration import expand
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.predict.features import Floats, PathFeatures
-from pbkv_ray.predict.inference import ServedNet
+from pbkv_ray.predict.inference import ServedNet, Stage
 
 __all__ = ["CallFacts", "Gate", "Job", "ModelFolder", "Served", "ServingOptions"]
 
@@ -274,8 +274,15 @@ class _Desk:
         own = expand(self._net.forecast(states, paths, hidden), columns, agents)
         together = np.stack(counts)
         steps = min(own.shape[1], together.shape[1])
-        together[:, :steps] = mix(together[:, :steps], own[:, :steps], self._net.mixture[:steps])
+        known = list(zip(calls, hidden, strict=True)) or [(None, {})] * len(paths)
+        weight = np.stack([self._net.weight(self._stage(*one))[:steps] for one in known])
+        together[:, :steps] += weight[..., None] * (own[:, :steps] - together[:, :steps])
         return together
+
+    def _stage(self, facts: CallFacts | None, hidden: Mapping[str, Floats]) -> Stage:
+        if facts is not None and facts.output_tokens is not None and hidden.keys() >= set(self._net.signals):
+            return "finished"
+        return "prefilled" if "prefill" in hidden else "begun"
 
     def _fitting(self, facts: CallFacts) -> dict[str, Floats]:
         """Signals of the width that the net was trained on: another model may be served by now."""

@@ -100,14 +100,19 @@ def inputs_of(runs: Sequence[Run], agents: Sequence[str], signals: Sequence[str]
 
 def begun(inputs: Inputs) -> Inputs:
     """The same positions at the start of the last call: neither its token counts nor its hidden states are known."""
+    return _without(inputs, tuple(inputs.signals))
+
+
+def prefilled(inputs: Inputs) -> Inputs:
+    """The same positions when the last call has been prefilled: what is known at its end only is not."""
+    return _without(inputs, ("decode",))
+
+
+def _without(inputs: Inputs, signals: Sequence[str]) -> Inputs:
     vectors = inputs.features.clone()
     vectors[:, -features.LENGTHS :] = 0.0
-    return Inputs(
-        inputs.current,
-        inputs.earlier,
-        vectors,
-        {name: torch.zeros_like(value) for name, value in inputs.signals.items()},
-    )
+    kept = {name: torch.zeros_like(value) if name in signals else value for name, value in inputs.signals.items()}
+    return Inputs(inputs.current, inputs.earlier, vectors, kept)
 
 
 def labels_of(runs: Sequence[Run], agents: Sequence[str], horizon: int) -> Ints:

@@ -39,7 +39,7 @@ def predictor_of(name: str, train: Workload | None) -> Callable[[], Predictor]:
 
 def _net(train: Workload, alone: bool) -> Callable[[], Predictor]:
     from pbkv_ray.predict import dataset
-    from pbkv_ray.predict.baselines import mixture
+    from pbkv_ray.predict.baselines import mixtures
     from pbkv_ray.predict.graphsage import NetOptions
     from pbkv_ray.predict.inference import ServedNet
     from pbkv_ray.predict.serving import Served, ServingOptions
@@ -63,9 +63,9 @@ def _net(train: Workload, alone: bool) -> Callable[[], Predictor]:
         held = [run for run, fold in zip(own, part, strict=True) if fold == 0]
         rest = [run for run, fold in zip(own, part, strict=True) if fold != 0]
         model = fit(rest, held, NetOptions(1), TrainOptions())
-        weight = [1.0] * model.net.options.horizon if alone else mixture(model, rest, held).tolist()
+        weights = {"mixture": [1.0] * model.net.options.horizon} if alone else mixtures(model, rest, held)
         with TemporaryDirectory(prefix="pbkv-net-") as folder:
-            save(model, Path(folder), {"workflow": workflow, "mixture": weight})
+            save(model, Path(folder), {"workflow": workflow, **weights})
             nets[workflow] = ServedNet.load(Path(folder))
 
     def make() -> Predictor:

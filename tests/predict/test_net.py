@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pbkv_ray.errors import ConfigError, InputError
-from pbkv_ray.predict.baselines import mixture
+from pbkv_ray.predict.baselines import mixtures
 from pbkv_ray.predict.features import PathFeatures
 from pbkv_ray.predict.graphsage import GraphSage, NetOptions, transition_matrix
 from pbkv_ray.predict.inference import ServedNet
@@ -156,7 +156,7 @@ def test_a_folder_is_replaced_whole_and_a_broken_one_is_refused(tmp_path: Path) 
 def test_the_mixture_weighs_the_net_against_counts() -> None:
     made = runs(*["pctct", "pct"] * 30)
     model = fit(made[:48], made[48:], options=replace(QUICK, epochs=1))
-    weight = mixture(model, made[:48], made[48:])
+    weight = np.array(mixtures(model, made[:48], made[48:])["mixture"])
     assert weight.shape == (10,)
     assert ((weight >= 0) & (weight <= 1)).all()
     assert weight[0] < 1.0, "an untrained net does not replace counts"

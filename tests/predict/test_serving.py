@@ -110,6 +110,25 @@ def test_what_is_known_of_a_call_reaches_the_net_and_no_other_run() -> None:
     assert seen == [pytest.approx(np.log(101) / 8), 0.0]
 
 
+def test_the_net_weighs_more_the_more_is_known_of_the_call() -> None:
+    made = net(lambda paths: [[0, 1, 0, 0]] * len(paths))
+    weights = {"prefilled": [0.5] * 10, "finished": [1.0] * 10}
+    object.__setattr__(made, "mixture", np.zeros(10))
+    object.__setattr__(made, "facts", {"mixture_later": weights})
+    object.__setattr__(made, "signals", ("prefill",))
+    object.__setattr__(made, "tensors", {"text.prefill.0.weight": np.ones(2)})
+    served = Served()
+    live(served, *["ay"] * 40)
+    served.install("swe", made)
+    served.gates()["swe"].open = True
+    state = {"prefill": np.ones(2, np.float16)}
+    facts = [None, CallFacts(100), CallFacts(hidden=state), CallFacts(100, 5), CallFacts(100, 5, state)]
+    live(served, "ax")
+    forecasts = served.forecasts("swe", ["a"] * 5, 10, facts)
+    x = [round(float(one.step[0, one.agents.index("x")]), 1) for one in forecasts if one is not None]
+    assert x == [0.0, 0.0, 0.5, 0.0, 1.0]
+
+
 def test_nothing_is_forecast_for_an_unknown_workflow() -> None:
     served = Served()
     assert served.forecast("hover", "a", 3) is None

@@ -264,7 +264,7 @@ class Runs:
         async with self._db.read() as connection:
             return [RunRow(**row) for row in (await connection.execute(statement)).mappings()]
 
-    async def queue(self, limit: int = 1_000) -> list[str]:
+    async def queue(self, limit: int = 1_000) -> Sequence[str]:
         """The pending runs, first come first, the first `limit` of them."""
         waiting = select(runs.c.run_id).where(runs.c.status == "pending").order_by(runs.c.position).limit(limit)
         async with self._db.read() as connection:

@@ -68,7 +68,13 @@ def record(
                 console.print(f"a run of {workflow} {outcome:.300}", markup=False)
             progress.advance(bar)
 
-        database, stop_s = f"sqlite+aiosqlite:///{folder}/runs.sqlite", time.monotonic() + 60 * minutes
+        database, began = f"sqlite+aiosqlite:///{folder}/runs.sqlite", list[float]()
+
+        def may_start() -> bool:
+            """The time counts from the first run: an engine can take minutes to start."""
+            began[:] = began or [time.monotonic()]
+            return time.monotonic() - began[0] <= 60 * minutes
+
         asyncio.run(
             record_runs(
                 get(workflow),
@@ -76,7 +82,7 @@ def record(
                 options,
                 database,
                 concurrency=min(concurrency, len(inputs)),
-                may_start=lambda: time.monotonic() < stop_s,
+                may_start=may_start,
                 done=done,
             )
         )

@@ -44,11 +44,11 @@ class ShadowLru:
         block_tokens: int = 16,
         *,
         stride: int | None = None,
-        max_followed: int = 32_768,
+        max_followed: int = 8_192,
         whole_nodes: bool = True,
     ) -> None:
         """stride: blocks that each followed one stands for; None: the least power of two with which the tier's
-        blocks are at most `max_followed` (about 200 bytes each). whole_nodes: as SGLang; else no more goes than must.
+        blocks are at most `max_followed` (about 130 bytes each). whole_nodes: as SGLang; else no more goes than must.
         """
         blocks = capacity_tokens // block_tokens
         if blocks < 1:

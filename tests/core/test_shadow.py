@@ -148,7 +148,7 @@ def test_a_sampled_shadow_is_within_two_points_of_the_exact_one(stride: int) -> 
 def test_the_stride_follows_from_the_pool_and_the_memory() -> None:
     strides = [ShadowLru(tokens, 16, max_followed=1_024).stride for tokens in (16, 16_384, 16_400, 1 << 20)]
     assert strides == [1, 1, 2, 64]
-    assert ShadowLru(1 << 20, 16).stride == 2
+    assert ShadowLru(1 << 20, 16).stride == 8
 
 
 def test_the_chain_of_a_prompt_goes_on_with_its_output() -> None:

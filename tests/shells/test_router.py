@@ -138,6 +138,26 @@ class TestTheCopyOfTheTable:
         assert controller.known == [-1, 7, 1, 2, -1]
 
 
+async def test_the_controllers_desk_tells_what_is_new_and_places_a_run_once() -> None:
+    from pbkv_ray.config import ControllerOptions
+    from pbkv_ray.control.actor import ControllerHost
+    from pbkv_ray.core.events import Batch, RunEnded
+
+    host = ControllerHost(ControllerOptions())
+    epoch, before = await host.routes(None, -1, 0.01)
+    waiting = asyncio.create_task(host.routes(epoch, before.version, 30.0))
+    await asyncio.sleep(0)
+    placed = [await host.place("r", 100, ["a", "b"]) for _ in range(2)]
+    assert [(made[0].replica, made[0].reason) for made in placed if made] == [("a", "placed"), ("a", "home")]
+    _, news = await waiting
+    assert {run: place and place.home for run, place in news.places.items()} == {"r": "a"}
+    await host.settled({"r": "nowhere"})  # a replica that the controller does not know
+    await host.events(Batch("runner", 0, (RunEnded("r", "completed", 1.0),)))
+    _, last = await host.routes(epoch, news.version, 30.0)
+    assert last.places == {"r": None}
+    assert (await host.routes("another", 99, 30.0))[1].full
+
+
 def test_what_is_read_of_a_call() -> None:
     caller = Caller("r", "hover", "judge", 1)
     body = {"messages": [{"content": "x" * 40}, {"content": [{"text": "y" * 40}, {"image": 1}, 3]}, "none"]}

@@ -96,7 +96,9 @@ class Live:
                 pending = await runs.list_runs(None, "pending", options.live_page + 1, 0)
                 running = await runs.list_runs(None, "running", options.max_page, 0) if label else []
                 return {
-                    "pending": [_queued(run) for run in pending[: options.live_page]],
+                    "pending": [
+                        _queued(run) for run in pending[options.live_page - 1 :: -1]
+                    ],  # who waits longest first
                     "more": len(pending) > options.live_page,
                     "running": running,
                 }

@@ -73,7 +73,8 @@ class LiveView:
     def reported(self, replica: str, epoch: str, numbers: Mapping[str, float]) -> None:
         """What an engine says of itself: its `state` (core.health.Following), sizes of its pools in tokens
         (`device_pool`, `device_free`, `device_retired`, and the same of `host_`), and TOTALS."""
-        before_epoch, before = self._numbers.pop(replica, ("", {}))
+        # The first word of a replica may tell of hours before this controller: nothing of it is new.
+        before_epoch, before = self._numbers.pop(replica, (epoch, numbers))
         for name in TOTALS:
             if name in numbers:
                 start = before.get(name, 0.0) if before_epoch == epoch else 0.0

@@ -152,7 +152,8 @@ def test_rates_are_what_happened_between_samples_and_none_where_nobody_reports()
 
     watched.view.tick(0.0)
     call(1, 100, 0)
-    watched.view.reported("a", "e1", {"prefetch_useful": 10, "prefetch_late": 0})
+    watched.view.reported("a", "e1", {"prefetch_useful": 10, "prefetch_late": 0})  # of before this controller
+    assert watched.view._totals == {"prefetch_useful": 0, "prefetch_late": 0}
     watched.view.tick(4.0)  # not due
     watched.view.tick(5.0)
     call(2, 200, 150)

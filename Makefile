@@ -10,7 +10,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 WARM := import deployments.app, ray.serve, sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler
 
-.PHONY: help setup demo test test-core soak lint lock clean
+.PHONY: help setup demo test test-core soak lint lock wheel clean
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -50,6 +50,9 @@ lint: setup ## formatting, style, types, import directions
 
 lock: setup ## renew deployments/requirements/*.txt from pyproject.toml
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m deployments.requirements.lock
+
+wheel: setup ## build the wheel into dist/
+	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python -o dist
 
 clean: ## remove the environment
 	rm -rf .venv

@@ -72,7 +72,7 @@ class Tab:
     async def click(self, selector: str) -> None:
         """With the mouse, where the element is, as a user does."""
         wanted = json.dumps(selector)
-        await self.until(f"document.querySelector({wanted})")
+        await self.until(f"document.querySelector({wanted}) !== null")
         await self.value(f"document.querySelector({wanted}).scrollIntoView({{block: 'center'}})")
         box = await self.value(
             f"(() => {{ const box = document.querySelector({wanted}).getBoundingClientRect();"

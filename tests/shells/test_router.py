@@ -366,6 +366,7 @@ def runner(ray_cluster: None) -> Iterator[Any]:
     stop_controller(APP)
 
 
+@pytest.mark.soak  # not seen to pass yet: the machine gave Ray no processor when this was written
 @pytest.mark.ray
 class TestOnRayServe:
     async def test_calls_of_a_run_stay_home_however_many_come_at_once(self, runner: Any) -> None:

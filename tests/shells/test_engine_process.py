@@ -69,7 +69,7 @@ def test_a_dead_scheduler_fails_its_calls_and_the_health_check(seen: dict[str, A
     killed = seen["killed"]
     assert len(killed["calls"]) == 3
     for told in killed["calls"]:
-        assert told.startswith("EngineError: SGLang ended the request: the engine died: scheduler_0 (pid ")
+        assert told.startswith("EngineLostError: SGLang ended the request: the engine died: scheduler_0 (pid ")
         assert told.endswith("ended with code -9")
     for told in (killed["health"], killed["late"]):
         assert told.startswith("EngineError: the engine of replica fragile is dead: scheduler_0")

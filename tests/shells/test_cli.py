@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from pbkv_ray.cli import build_app
 
 COMMANDS = (
-    "", "serve", "demo", "submit", "runs", "runs list", "runs show", "runs cancel", "policy", "policy show", "policy set", "train", "evaluate", "replay",
+    "", "serve", "demo", "submit", "runs", "runs list", "runs show", "runs cancel", "train", "evaluate", "replay",
+    "policy", "policy show", "policy set",
     "traces", "traces import", "traces export", "traces record", "traces stats",
     "bench", "bench evict", "bench policies", "bench overhead", "bench controller", "report",
 )  # fmt: skip

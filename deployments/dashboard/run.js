@@ -25,7 +25,7 @@ export class RunPage {
     this.node.hidden = run === null;
     if (run === this.run) return;
     this.run = run;
-    this.row = null;
+    this.row = this.workflow = null;
     this.node.dataset.was = "";
     if (run === null) return;
     this.node.replaceChildren(h("p", { class: "quiet" }, "Loading."));
@@ -40,7 +40,12 @@ export class RunPage {
   async load() {
     const run = this.run, path = `/v1/runs/${encodeURIComponent(run)}`;
     const [about, calls, kv] = await Promise.all([path, `${path}/calls`, `${path}/kv`].map((one) => json(one).catch((error) => ({ error }))));
+    // A run names its workflow by the assistant's id.
+    const named = about.assistant_id && !this.workflow
+      ? await json(`/assistants/${encodeURIComponent(about.assistant_id)}`).catch(() => ({}))
+      : {};
     if (run !== this.run) return;
+    this.workflow ??= named.name;
     this.show(about, calls.error ? [] : calls, kv.error ? null : kv);
     const ended = about.error || !["pending", "running"].includes(about.status);
     if (!ended) this.timer = setTimeout(() => this.load(), AGAIN_MS);
@@ -52,7 +57,15 @@ export class RunPage {
     const back = h("p", {}, h("a", { href: "#" }, "\u2190 All runs"));
     const title = h("h2", { id: "run-title" }, h("span", { class: `piece ${tint(this.run)}`, "aria-hidden": true }, letters(this.run)), " ", this.run);
     const facts = known
-      ? [["workflow", known.assistant_name ?? calls[0]?.workflow ?? this.row?.workflow], ["status", known.status], ["started", known.started_at?.replace("T", " ").slice(0, 19)], ["took", known.seconds !== undefined ? span(known.seconds) : null], ["attempt", known.attempt > 1 ? known.attempt : null], ["calls", calls.length], ["error", known.error ? `${known.error.error}: ${known.error.message}` : null]]
+      ? [
+          ["workflow", this.workflow ?? this.row?.workflow],
+          ["status", known.status],
+          ["started", known.started_at?.replace("T", " ").slice(0, 19)],
+          ["took", known.seconds !== undefined ? span(known.seconds) : null],
+          ["attempt", known.attempt > 1 ? known.attempt : null],
+          ["calls", calls.length],
+          ["error", known.error ? `${known.error.error}: ${known.error.message}` : null],
+        ]
       : this.row ? [["workflow", this.row.workflow], ["state", this.row.state], ["calls", this.row.calls]] : [];
     const list = h("dl", { class: "facts" }, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
     const trouble = about.error ? h("p", { class: "note" }, this.row ? "This run is of a foreign harness: its calls are counted, not kept." : about.error.message) : null;
@@ -66,7 +79,7 @@ export class RunPage {
     const head = ["Call", "Agent", "Replica", "Prompt", "What the prompt found", "Why not the rest"].map((name, at) => h("th", { scope: "col", class: at === 3 ? "n" : null }, name));
     const table = h("table", { id: "calls" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, calls.map((call) => this.call(call, seen.get(call.order)))));
     return [
-      h("p", {}, `${number(sums.prompt)} prompt tokens in ${calls.length} calls: ${share(sums.device)} found in the device tier, ${share(sums.host)} in the host tier, ${share(sums.prompt - sums.device - sums.host)} computed.`),
+      h("p", {}, `${number(sums.prompt)} prompt tokens in ${calls.length === 1 ? "one call" : `${number(calls.length)} calls`}: ${share(sums.device)} found in the device tier, ${share(sums.host)} in the host tier, ${share(sums.prompt - sums.device - sums.host)} computed.`),
       kv === null ? h("p", { class: "note" }, "Causes of misses are not reported by this server.") : null,
       h("div", { class: "wide" }, table),
       h("ul", { class: "legend", "aria-label": "Meaning of the bars" }, [["device", "found in the device tier"], ["host", "loaded from the host tier"], ["lost", "computed again"], ["new", "computed, new"]].map(([kind, text]) => h("li", {}, h("span", { class: `piece ${kind}` }), text))),

@@ -155,7 +155,7 @@ async def browser() -> AsyncIterator[Tab]:
             ):
                 await asyncio.sleep(0.1)
         port, path = (profile / "DevToolsActivePort").read_text().split()
-        async with connect(f"ws://127.0.0.1:{port}{path}", max_size=64 * 1024 * 1024) as socket:
+        async with connect(f"ws://127.0.0.1:{port}{path}", max_size=64 * 1024 * 1024, ping_interval=None) as socket:
             tab = Tab(socket)
             await tab.open()
             yield tab

@@ -40,8 +40,8 @@ def only_from(url: str, tab: Tab) -> None:
     assert {address for address in tab.requests if not address.startswith(url)} <= {"about:blank"}
 
 
-async def test_thousands_of_runs_are_one_page_and_a_click_shows_what_a_run_missed(tmp_path: Path) -> None:
-    kit, controller = watched(3_000)
+async def test_many_runs_are_one_page_and_a_click_shows_what_a_run_missed(tmp_path: Path) -> None:
+    kit, controller = watched(1_000)
     spans = [
         {"start": 40, "end": 540, "cause": "evicted", "at_s": 990.0, "score": 0.25, "reason": "scored"},
         {"start": 540, "end": 700, "cause": "never_cached"},
@@ -61,8 +61,8 @@ async def test_thousands_of_runs_are_one_page_and_a_click_shows_what_a_run_misse
         await tab.look(1400, 1000)
         await tab.go(url)
         assert await tab.until("document.querySelectorAll('#runs tbody tr').length") == 50
-        assert "3,001" in await text(tab, "#counts")
-        assert "1 to 50 of 500; the 500 oldest of 3,001 are listed" in await text(tab, "#page")
+        assert "1,001" in await text(tab, "#counts")
+        assert "1 to 50 of 500; the 500 oldest of 1,001 are listed" in await text(tab, "#page")
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
         await shot(tab, tmp_path, "overview")
         await tab.look(1400, 1000, dark=True)
@@ -82,6 +82,7 @@ async def test_thousands_of_runs_are_one_page_and_a_click_shows_what_a_run_misse
         await tab.until("document.querySelectorAll('.spans li').length == 2")
         assert await tab.value("location.hash") == "#run=run-477"
         evicted, new = [await tab.value(f"document.querySelectorAll('.spans li')[{at}].innerText") for at in (0, 1)]
+        assert "workflow\nhover" in await text(tab, "#run .facts")
         assert evicted.startswith("evicted 40 to 540 evicted before it was used again, by score, score 0.25, at ")
         assert new == "never cached 540 to 700 new: nobody had computed it here"
         await shot(tab, tmp_path, "run")

@@ -186,7 +186,7 @@ function showRuns({ runs, queue, at_s }) {
   $("queue").hidden = !queue.pending.length;
   fill($("queue").firstElementChild, [queue.pending.length, queue.more], `${queue.pending.length}${queue.more ? " or more" : ""} wait for a runner`);
   fill($("queue").lastElementChild, queue.pending, queue.pending.map((run) => h("li", {}, h("a", { href: opened(run.run_id) }, run.run_id), ` ${run.workflow} `,
-    h("span", { class: "quiet" }, run.queue ? `${run.queue.position ?? ""} ${run.queue.reason ?? ""}` : ""))));
+    h("span", { class: "quiet" }, run.queue ? `${run.queue.position ? `number ${number(run.queue.position)}` : "far behind"}: ${run.queue.reason}` : ""))));
 }
 
 function turn(by) {

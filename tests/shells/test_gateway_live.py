@@ -10,6 +10,7 @@ import httpx
 from deployments.gateway import GatewayOptions
 from deployments.http.page import PAGES
 from pbkv_ray.errors import UnavailableError
+from tests.shells.fake_runs import AT
 from tests.shells.gateway_kit import Kit
 from tests.shells.watched import FakeController
 
@@ -95,6 +96,23 @@ async def test_a_controller_that_is_away_leaves_the_last_numbers_and_says_so() -
         again = await snapshot(client)
     assert after == {**before, "stale": "the controller did not answer live"}
     assert again == before
+
+
+async def test_runs_that_wait_are_listed_first_come_first_with_place_and_reason() -> None:
+    kit, _ = watched(0, GatewayOptions(live_page=2))
+    rows = [
+        {"run_id": f"r{place}", "assistant_id": "swe", "created_at": AT, "queue": {"position": place, "reason": "room"}}
+        for place in (3, 2, 1)  # the store gives the newest first
+    ]
+
+    async def list_runs(thread_id: str | None, status: str, limit: int, offset: int) -> list[dict[str, Any]]:
+        return rows[:limit] if status == "pending" else []
+
+    kit.service.list_runs = list_runs  # type: ignore[assignment,method-assign]
+    async with kit.client() as client:
+        queue = (await snapshot(client))["queue"]
+    shown = [(run["run_id"], run["workflow"], run["queue"]["position"]) for run in queue["pending"]]
+    assert (shown, queue["more"]) == ([("r2", "swe", 2), ("r3", "swe", 3)], True)
 
 
 async def test_a_gateway_without_a_controller_says_so() -> None:

@@ -269,6 +269,12 @@ def rows() -> Iterator[list[Row]]:
 async def test_any_process_may_die_under_load(url: str, rows: list[Row]):
     await becomes({}, unsettled)
     usual = await undisturbed(url, "usual")
+    run = (await Load(url).get("/v1/runs?limit=1"))[0]["run_id"]
+    told = [call for call in (await Load(url).get(f"/v1/runs/{run}/kv"))["calls"] if call["missed"]]
+    assert told, "no call says why it missed the new part of its prompt"
+    for call in told:
+        assert call["missed"][0]["start"] == call["cached_tokens"]["device"]
+        assert call["missed"][-1]["end"] == call["prompt_tokens"]
     print(f"\n{RUNS} runs of {ROUNDS} calls take {usual[0]:.1f} s when nobody dies")
     chosen = os.environ.get("PBKV_KILL", "")
     for name, victim in VICTIMS.items():

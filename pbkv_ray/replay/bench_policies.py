@@ -168,12 +168,17 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, fl
 
 @asynccontextmanager
 async def _engines(options: BenchOptions, pool: int, longest: int) -> AsyncIterator[Callable[[str], Any]]:
-    """Policy -> a server that follows it, from an empty cache. Ours share one engine; stock ones have their own."""
+    """Policy -> a server that follows it, from an empty cache. Ours share one engine; stock ones have their own.
+
+    A process has one engine at a time, so a change from one kind to another costs a start.
+    """
     servers: dict[str, EngineServer] = {}
 
     async def engine_of(policy: str) -> EngineServer:
         key = policy if policy in STOCK else _OURS
         if key not in servers:
+            while servers:
+                await asyncio.to_thread(servers.popitem()[1].shutdown)
             made = replace(
                 options.engine,
                 policy=policy,

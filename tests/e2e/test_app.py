@@ -137,6 +137,27 @@ def recorded(database: str, folder: Path) -> list[str]:
     return [run.run_id for run in dataset.load(folder / "own.wf.jsonl.gz").runs]
 
 
+@pytest.mark.soak  # not yet run on a real engine: until it has been, outside CI
+async def test_the_live_page_shows_a_run_in_flight_and_how_full_the_engine_is(url: str):
+    async with get_client(url=url, api_key="") as client, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/")).headers["content-type"] == "text/html; charset=utf-8"
+        run = await client.runs.create(None, "echo", input=SLOW)
+        try:
+            async with asyncio.timeout(60):
+                row, device = None, None
+                while not (row and row["forecast"] and device):
+                    await asyncio.sleep(0.2)
+                    seen = (await http.get("/v1/live/snapshot")).json()
+                    row = next((row for row in seen["runs"]["rows"] if row["run_id"] == run["run_id"]), None)
+                    device = next((replica["device"] for replica in seen["replicas"]), None)
+        finally:
+            await client.runs.cancel(run["thread_id"], run["run_id"], wait=True)
+    assert (row["workflow"], row["path"][0]) == ("echo", "speaker")
+    assert {agent for agent, _ in row["forecast"][0]} <= {"speaker", "END"}
+    assert 0 < device["pool"] <= 8_192
+    assert device["free"] + device["retired"] + device["used"] == device["pool"]
+
+
 def test_submit_prints_one_json_row_a_run(url: str, monkeypatch: pytest.MonkeyPatch):
     from pbkv_ray.cli import build_app
 

@@ -1,17 +1,25 @@
 """From the controller's events to the store and back."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pbkv_ray.config import ControllerOptions
+from deployments.recording import record_runs
+from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.control import recording
 from pbkv_ray.control.actor import ControllerHost
+from pbkv_ray.core.calls import Call, Chunk, Reply
 from pbkv_ray.core.events import Batch, CallFinished, CallStarted, CallState, RunEnded, RunStarted
 from pbkv_ray.core.journal import RecordedCall, RecordedRun
+from pbkv_ray.engine.facts import Fact, HiddenState
+from pbkv_ray.errors import EngineError
+from pbkv_ray.predict import dataset
+from pbkv_ray.replay.recorded import export
 from pbkv_ray.store import Recording, Store
+from tests.e2e.echo_workflow import REGISTRY
 from tests.shells.store_urls import BACKENDS, fresh_database
 
 
@@ -76,3 +84,44 @@ async def test_a_store_that_is_gone_costs_records_and_nothing_else(monkeypatch: 
             await asyncio.sleep(0.01)
     counts = await host.counts()
     assert (counts["runs_completed"], counts["recorded_runs_waiting"]) == (1, 1)
+
+
+class FakeEngine:
+    """Answers every call at once, and reports the two hidden states of a call on another thread, as engines do."""
+
+    def __init__(self, options: EngineOptions, *, replica: str, on_fact: Callable[[Fact], None], hidden_states: bool):
+        assert hidden_states
+        self._on_fact = on_fact
+
+    async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        if "fail" in call.messages[-1].content:
+            raise EngineError("the engine failed")
+        blocks = np.arange(3, dtype=np.int64)
+        for token, value in (("prefill", 1.0), ("decoded", 2.0)):
+            fact = HiddenState(call.call_id, token, np.array([value], np.float16), blocks)  # type: ignore[arg-type]
+            await asyncio.to_thread(self._on_fact, fact)
+        yield Chunk("hello", Reply("hello", "stop", 48, 5, 0, 0, 0.1, 0.05, "record"))
+
+    def shutdown(self) -> None: ...
+
+
+async def test_a_workflow_is_recorded_in_one_process_and_a_run_that_fails_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recording, "EVERY_S", 0.01)
+    monkeypatch.setattr("pbkv_ray.control.actor.TICK_S", 0.01)
+    monkeypatch.setattr(recording, "SETTLE_S", 0.05)
+    monkeypatch.setattr("deployments.recording.EngineServer", FakeEngine)
+    url, ended = f"sqlite:///{tmp_path / 'runs.sqlite'}", list[str]()
+    inputs = [{"task": f"task {number}", "rounds": 2} for number in range(5)] + [{"task": "fail", "rounds": 1}]
+    await record_runs(
+        REGISTRY["echo"], inputs, EngineOptions("fake", policy="lae"), url, concurrency=3, done=ended.append
+    )
+    assert sorted(ended) == ["completed"] * 5 + ["failed: the engine failed"]
+    out = tmp_path / "echo.wf.jsonl.gz"
+    assert await asyncio.to_thread(export, url, out) == (5, 10)
+    trace = dataset.load(out)
+    assert {run.agents for run in trace.runs} == {("speaker", "speaker")}
+    assert len({run.instance for run in trace.runs}) == 5
+    assert all(run.hidden["prefill"].tolist() == [[1.0], [1.0]] for run in trace.runs)
+    assert all(run.hidden["decode"].tolist() == [[2.0], [2.0]] for run in trace.runs)

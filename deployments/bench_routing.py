@@ -108,8 +108,8 @@ class _Timed:
 
 
 class TimedPbkv(_Timed, PbkvRouter):
-    def initialize_state(self, **options: Any) -> None:
-        super().initialize_state(consult_timeout_s=1.0)  # on a machine that does three engines' work
+    def initialize_state(self, consult_timeout_s: float = 1.0, **options: Any) -> None:
+        super().initialize_state(consult_timeout_s)  # longer than usual: one machine does three engines' work
 
 
 class TimedPowerOfTwo(_Timed, PowerOfTwoChoicesRequestRouter):

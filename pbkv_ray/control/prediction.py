@@ -20,7 +20,8 @@ from pbkv_ray.core.controller import Controller
 from pbkv_ray.core.events import CallFinished, CallStarted, CallState, Event, Reforecast
 from pbkv_ray.core.forecast import CallFacts, Forecast, Predictor
 from pbkv_ray.predict.background import Background
-from pbkv_ray.predict.serving import ModelFolder, Served
+from pbkv_ray.predict.folder import ModelFolder
+from pbkv_ray.predict.serving import Served
 
 MAX_CALLS = 4_096  # calls that are followed
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
-from pbkv_ray.core.calls import CacheReport, Call, Caller, Chunk, FinishReason, Reply
+from pbkv_ray.core.calls import Call, Caller, Chunk
 from pbkv_ray.core.misses import Missed
 from pbkv_ray.engine.arguments import engine_arguments, served_name
 from pbkv_ray.engine.cpu_platform import has_accelerator, select_platform
@@ -29,13 +29,12 @@ from pbkv_ray.engine.openai import OpenAIChat
 from pbkv_ray.engine.orphans import mark_parent
 from pbkv_ray.engine.policies import STOCK, RadixOptions
 from pbkv_ray.engine.process import EngineProcesses
+from pbkv_ray.engine.requests import prompt_of, reply_of, request_of, translated
 from pbkv_ray.errors import ConfigError, EngineError, EngineLostError, InputError
 
 HEALTH_POLL_S = 0.05
 MAX_MISSED = 4_096  # reports that wait for the end of their calls
 DEATH_NOTICE_S = 1.0  # for the errors of the calls in flight to leave the process before it may end
-
-Outputs = AsyncGenerator[dict[str, Any], None]  # what SGLang's generate_request yields
 
 
 class EngineServer:
@@ -107,8 +106,10 @@ class EngineServer:
         self._open.add(call.call_id)
         self.metrics.running += 1
         try:
-            prompt = await asyncio.to_thread(self._tokenize, call)
-            async with contextlib.aclosing(_translated(self._request(call, prompt))) as outputs:
+            manager = self.manager
+            prompt = await asyncio.to_thread(prompt_of, call, manager.tokenizer, int(manager.max_req_input_len))
+            request = request_of(call, prompt, sessions=self.options.policy == "session")
+            async with contextlib.aclosing(translated(manager.generate_request(request, None))) as outputs:
                 async for output in outputs:
                     first = first or time.perf_counter() - started
                     text, meta = output["text"], output["meta_info"]
@@ -117,7 +118,8 @@ class EngineServer:
                         sent = text
             if output is None or output["meta_info"]["finish_reason"] is None:
                 raise EngineError(f"the engine ended call {call.call_id} without an answer")
-            reply = self._reply(output, time.perf_counter() - started, first)
+            missed = self._missed.pop(call.call_id, None)
+            reply = reply_of(output, time.perf_counter() - started, first, self.replica, missed)
             self.metrics.finished(reply)
             yield Chunk(reply.text[len(sent) :], reply)
         except (GeneratorExit, asyncio.CancelledError):
@@ -283,65 +285,6 @@ class EngineServer:
             self.metrics.overseen = fact
         pass_on(fact)
 
-    def _request(self, call: Call, prompt: list[int]) -> Outputs:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        params: dict[str, Any] = {
-            "max_new_tokens": call.max_tokens,
-            "temperature": call.temperature,
-            "stop": list(call.stop) or None,
-            "json_schema": call.json_schema,
-            "regex": call.regex,
-            "custom_params": owner_params(call.caller),
-        }
-        request = GenerateReqInput(
-            rid=call.call_id,
-            input_ids=prompt,
-            sampling_params={name: value for name, value in params.items() if value is not None},
-            stream=True,
-            cache_salt=call.cache_salt,
-            session_id=call.caller.run_id if self.options.policy == "session" else None,
-        )
-        generated: Outputs = self.manager.generate_request(request, None)
-        return generated
-
-    def _tokenize(self, call: Call) -> list[int]:
-        if call.json_schema is not None and call.regex is not None:
-            raise InputError(f"call {call.call_id} has a json_schema and a regex; give one of them")
-        tokenizer = self.manager.tokenizer
-        messages = [{"role": message.role, "content": message.content} for message in call.messages]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
-            raise InputError(f"the model's chat template refuses the messages of {call.call_id}: {error}") from error
-        prompt: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        room = int(self.manager.max_req_input_len)
-        if len(prompt) >= room:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens; the engine takes fewer than {room}. Shorten it, or give the "
-                "engine a larger context_length and device_pool_tokens"
-            )
-        return prompt
-
-    def _reply(self, output: dict[str, Any], seconds: float, first_token_seconds: float) -> Reply:
-        meta = output["meta_info"]
-        cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
-        kind = meta["finish_reason"]["type"]
-        missed = self._missed.pop(str(meta.get("id", "")), None)
-        reason: FinishReason = kind if kind in ("stop", "length") else "abort"
-        return Reply(
-            text=output["text"],
-            reason=reason,
-            prompt_tokens=int(meta.get("prompt_tokens", 0)),
-            output_tokens=int(meta.get("completion_tokens", 0)),
-            device_cached_tokens=int(cached.get("device", 0)),
-            host_cached_tokens=int(cached.get("host", 0)),
-            seconds=seconds,
-            first_token_seconds=first_token_seconds,
-            replica=self.replica,
-            report=None if missed is None else CacheReport(missed),
-        )
-
     def _engine_died(self, reason: str) -> None:
         """Runs in the watch thread: nobody else would wake the calls that wait for the lost scheduler."""
         if self._loop is not None and not self._loop.is_closed():
@@ -367,19 +310,3 @@ def _start(arguments: dict[str, Any], on_failure: Callable[[str], None]) -> Any:
     # subprocesses.
     asyncio.set_event_loop_policy(policy)
     return guest.start(arguments, on_failure)
-
-
-async def _translated(outputs: Outputs) -> Outputs:
-    """SGLang's errors as ours: it raises ValueError before a request reaches the scheduler, and lets the scheduler
-    end a stream with an abort that carries a status code."""
-    try:
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                finish = output["meta_info"]["finish_reason"] or {}
-                status = finish.get("status_code")
-                if status is not None and int(status) >= 400:
-                    kind = EngineLostError if finish.get("lost") else InputError if int(status) < 500 else EngineError
-                    raise kind(f"SGLang ended the request: {finish.get('message')}")
-                yield output
-    except ValueError as error:
-        raise InputError(f"SGLang refused the request: {error}") from error

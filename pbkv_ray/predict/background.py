@@ -11,7 +11,8 @@ from functools import partial
 from typing import TypeVar
 
 from pbkv_ray.core.forecast import CallFacts, Forecast
-from pbkv_ray.predict.serving import ModelFolder, Served
+from pbkv_ray.predict.folder import ModelFolder
+from pbkv_ray.predict.serving import Served
 
 Deliver = Callable[[str, tuple[str, ...], Forecast], None]  # run_id, the history that was asked about, the answer
 T = TypeVar("T")

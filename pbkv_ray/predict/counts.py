@@ -11,13 +11,13 @@ one-step counts is a little better far ahead where runs are few, at many times t
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
 from pbkv_ray.errors import ConfigError
+from pbkv_ray.predict.positions import ContextPath, Position
 from pbkv_ray.predict.prior import first_agents, propagate
 from pbkv_ray.predict.waits import Waits
 
@@ -132,22 +132,6 @@ class VariableOrderCounts:
         return known
 
 
-class _Path(NamedTuple):
-    """The contexts of one position: their rows [family, length], and the column of the current agent."""
-
-    rows: npt.NDArray[np.intp]
-    current: int
-
-
-class _Position(NamedTuple):
-    """Where a run is, as far as contexts go; its next call makes the next position from it alone."""
-
-    recent: tuple[int, ...]  # the last `order` columns, _BEGIN included
-    visits: tuple[tuple[int, int], ...]  # the last visits: (column, calls)
-    visited: dict[int, int]  # column -> visits so far; never mutated
-    paths: tuple[_Path, ...]  # of this position and of those before it, newest first
-
-
 class _Workflow:
     """The rows of one workflow. Column END, then the agents in the order in which they appeared."""
 
@@ -161,7 +145,7 @@ class _Workflow:
         self._rows: dict[tuple[object, ...], int] = {}
         self._counts = np.zeros((64, options.horizon, 8), np.float32)
         self._totals = np.zeros((64, options.horizon), np.float32)  # sums of _counts over the columns
-        self._positions: OrderedDict[tuple[str, ...], _Position] = OrderedDict()
+        self._positions: OrderedDict[tuple[str, ...], Position] = OrderedDict()
         self._graph: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ())
         self._prior: npt.NDArray[np.float32] | None = None  # [1 + agents (0: before the first), horizon, columns]
         families = 3 if options.visits else 1
@@ -221,7 +205,7 @@ class _Workflow:
         mixed = np.einsum("fk,nfkw->nkw", self._weight.astype(np.float32), logs)
         return _softmax(np.concatenate((mixed[..., 1:], mixed[..., :1]), axis=-1).astype(np.float64))
 
-    def _families(self, paths: Sequence[_Path], steps: slice) -> npt.NDArray[np.float32]:
+    def _families(self, paths: Sequence[ContextPath], steps: slice) -> npt.NDArray[np.float32]:
         """[paths, families, steps, columns]: what each family of contexts expects after each path.
 
         Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
@@ -241,7 +225,7 @@ class _Workflow:
         probability += (left[:, :, 0] * beyond[:, :, 0])[..., None] * base[:, None]
         return np.maximum(probability, _FLOOR, out=probability)
 
-    def _weigh(self, paths: tuple[_Path, ...], column: int) -> None:
+    def _weigh(self, paths: tuple[ContextPath, ...], column: int) -> None:
         """One gradient step on the log-likelihood, for the weights of one step in turn (before it is counted)."""
         if len(self._weight) == 1:
             return
@@ -268,7 +252,7 @@ class _Workflow:
             self._prior = None
         return column
 
-    def _position(self, history: Sequence[str]) -> _Position:
+    def _position(self, history: Sequence[str]) -> Position:
         key = tuple(history)
         known = self._positions.get(key)
         if known is not None:
@@ -285,10 +269,10 @@ class _Workflow:
             self._positions.popitem(last=False)
         return position
 
-    def _begin(self) -> _Position:
+    def _begin(self) -> Position:
         return self._placed((_BEGIN,), ((_BEGIN, 0),), {}, ())
 
-    def _advance(self, position: _Position, column: int) -> _Position:
+    def _advance(self, position: Position, column: int) -> Position:
         recent, visits, visited, paths = position
         recent = (*recent[-self._options.order + 1 :], column) if self._options.order > 1 else (column,)
         last, calls = visits[-1]
@@ -304,8 +288,8 @@ class _Workflow:
         recent: tuple[int, ...],
         visits: tuple[tuple[int, int], ...],
         visited: dict[int, int],
-        paths: tuple[_Path, ...],
-    ) -> _Position:
+        paths: tuple[ContextPath, ...],
+    ) -> Position:
         rows = np.zeros(self._shape, np.intp)
         current, calls = visits[-1]
         for j in range(len(recent) + 1):
@@ -318,8 +302,8 @@ class _Workflow:
             times = visited.get(current, 0)
             rows[2, 2] = self._row((_VISITED, current, times))
             rows[2, 3] = self._row((_VISITED, current, times, calls))
-        path = _Path(rows, max(0, current))
-        return _Position(recent, visits, visited, (path, *paths[: self._options.horizon - 1]))
+        path = ContextPath(rows, max(0, current))
+        return Position(recent, visits, visited, (path, *paths[: self._options.horizon - 1]))
 
     def _row(self, context: tuple[object, ...]) -> int:
         row = self._rows.get(context)

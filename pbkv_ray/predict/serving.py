@@ -10,19 +10,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 from pbkv_ray.core.forecast import Array, CallFacts, Forecast, Predictor
-from pbkv_ray.errors import ConfigError, InputError
+from pbkv_ray.errors import ConfigError
 from pbkv_ray.predict.calibration import expand
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.predict.features import Floats, PathFeatures
 from pbkv_ray.predict.inference import ServedNet, Stage
 
-__all__ = ["CallFacts", "Gate", "Job", "ModelFolder", "Served", "ServingOptions"]
+__all__ = ["CallFacts", "Gate", "Job", "Served", "ServingOptions"]
 
 _LEAST = 1e-6
 
@@ -337,34 +336,3 @@ class _Desk:
         else:
             self._paths.move_to_end(history)
         return known
-
-
-class ModelFolder:
-    """Watches `<root>/<any>/config.json`; `pbkv train` writes there. One reader at a time."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._seen: dict[Path, tuple[int, int]] = {}
-        self.errors: dict[str, str] = {}  # folder -> why it was not loaded
-
-    def fresh(self) -> dict[str, ServedNet]:
-        """workflow -> net, of the folders that are new or changed since the last call. Reads files: not for an event
-        loop. A folder that cannot be loaded is in `errors` and is tried again when it changes."""
-        nets = {}
-        for config in sorted(self._root.glob("*/config.json")):
-            try:
-                status = config.stat()
-            except OSError:
-                continue
-            stamp = (status.st_mtime_ns, status.st_ino)
-            if self._seen.get(config) == stamp:
-                continue
-            self._seen[config] = stamp
-            name = config.parent.name
-            try:
-                net = ServedNet.load(config.parent)
-                nets[str(net.facts.get("workflow", name))] = net
-                self.errors.pop(name, None)
-            except InputError as error:
-                self.errors[name] = str(error)
-        return nets

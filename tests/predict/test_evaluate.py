@@ -11,7 +11,8 @@ from pbkv_ray.errors import InputError
 from pbkv_ray.predict import cli
 from pbkv_ray.predict.dataset import load
 from pbkv_ray.predict.evaluate import SERVED, evaluate
-from pbkv_ray.predict.serving import ModelFolder, Served
+from pbkv_ray.predict.folder import ModelFolder
+from pbkv_ray.predict.serving import Served
 from pbkv_ray.predict.train import TrainOptions
 from tests.predict.traces import runs, write
 

@@ -12,7 +12,8 @@ import pytest
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.predict.background import Background
 from pbkv_ray.predict.features import PathFeatures
-from pbkv_ray.predict.serving import CallFacts, ModelFolder, Served, ServingOptions
+from pbkv_ray.predict.folder import ModelFolder
+from pbkv_ray.predict.serving import CallFacts, Served, ServingOptions
 from tests.predict.fake_net import net
 
 

@@ -14,8 +14,8 @@ from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import Batch, CallFinished, CallStarted, CallState, Event, RunEnded, RunStarted
 from pbkv_ray.predict.features import PathFeatures
+from pbkv_ray.predict.folder import ModelFolder
 from pbkv_ray.predict.inference import ServedNet
-from pbkv_ray.predict.serving import ModelFolder
 from tests.predict.fake_net import FakeNet, net
 
 EDGES = (("__start__", "a"), ("a", "x"), ("a", "y"), ("x", "__end__"), ("y", "__end__"))

@@ -84,8 +84,9 @@ class ShadowLru:
         within = (self.block_tokens - 1) // 2 if 0 < len(found) < len(path) else 0
         return len(found) * self.stride * self.block_tokens + within
 
-    def put(self, blocks: Sequence[int]) -> None:
-        """A call's blocks are in the tier now, and recent."""
+    def put(self, blocks: Sequence[int], prompt: int = 0) -> None:
+        """A call's blocks are in the tier now, and recent. prompt: how many of them are the prompt's, if there is more:
+        SGLang keeps an output in a node of its own."""
         held, ends = self._held, self._ends
         path = self.followed(blocks)
         above, joined = ROOT, True  # joined: `above` is of this call's own node
@@ -100,6 +101,8 @@ class ShadowLru:
             above = block
         if not joined:
             ends.add(above)
+        if 0 < prompt < len(blocks) and (whole := self.followed(blocks[:prompt])):
+            ends.add(whole[-1])
         for block in reversed(path):
             held.move_to_end(block)
         while len(held) > self.room:

@@ -69,7 +69,7 @@ class Oversight:
             whole = up_to // self._block_tokens
             if whole > len(known):
                 known = req.pbkv_shadow = extended(known, req.full_untruncated_fill_ids[:up_to], self._block_tokens)
-            self._shadow.put(_salted(req, known[:whole]))
+            self._shadow.put(_salted(req, known[:whole]), len(req.origin_input_ids) // self._block_tokens)
         except Exception:
             self._fail()
 

@@ -28,7 +28,7 @@ class BlockLru:
         self._touch(prompt[:found])
         return found
 
-    def put(self, prompt: Path) -> None:
+    def put(self, prompt: Path, cut: int = 0) -> None:
         self._touch(prompt)
         while len(self.used) > self.room:
             leaves = set(self.used) - {path[:-1] for path in self.used}
@@ -47,11 +47,11 @@ class NodeLru(BlockLru):
         super().__init__(room)
         self.cuts: set[Path] = set()
 
-    def put(self, prompt: Path) -> None:
+    def put(self, prompt: Path, cut: int = 0) -> None:
         known = 0
         while known < len(prompt) and prompt[: known + 1] in self.used:
             known += 1
-        self.cuts |= {prompt[:known], prompt}
+        self.cuts |= {prompt[:known], prompt[:cut], prompt}
         self._touch(prompt)
         while len(self.used) > self.room:
             leaves = set(self.used) - {path[:-1] for path in self.used}
@@ -77,8 +77,9 @@ def test_with_every_block_followed_it_is_lru(calls: list[Path], room: int, whole
     real = NodeLru(room) if whole else BlockLru(room)
     for prompt in calls:
         assert shadow.find(chained(prompt)) == real.find(prompt)
-        shadow.put(chained(prompt))
-        real.put(prompt)
+        cut = len(prompt) // 2  # what comes behind is the output
+        shadow.put(chained(prompt), cut)
+        real.put(prompt, cut)
         assert len(shadow) == len(real.used)
         shadow.check_invariants()
 

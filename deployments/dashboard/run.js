@@ -114,7 +114,7 @@ export class RunPage {
   span(one) {
     const when = one.at_s ? `, at ${new Date(one.at_s * 1000).toTimeString().slice(0, 8)}` : "";
     const score = one.score !== undefined && one.score !== null ? `, score ${one.score.toPrecision(2)}` : "";
-    const by = one.reason ? `, by ${one.reason === "scored" ? "score" : one.reason}` : "";
+    const by = { scored: ", by score", recency: ", by recency" }[one.reason] ?? "";
     const where = one.replica ? ` (${one.replica.split("#").at(-1).slice(0, 10)})` : "";
     return h("li", { "data-cause": one.cause }, h("b", {}, one.cause.replace("_", " ")), ` ${number(one.start)} to ${number(one.end)} `,
       h("span", { class: "quiet" }, `${CAUSES[one.cause] ?? ""}${where}${by}${score}${when}`));

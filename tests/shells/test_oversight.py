@@ -79,7 +79,7 @@ def test_by_order_of_an_operator_the_victims_are_those_of_lru_whatever_is_foreca
     stock, ours = BareCache("lru", 1_200, host_ratio=2.0), BareCache(policy, 1_200, host_ratio=2.0)
     apply_hints(SimpleNamespace(tree_cache=ours.cache), order("lru"))  # as the scheduler hears it
     expected, found = victims(stock), victims(ours)
-    for number, (who, prompt, output) in enumerate(random_calls(seed=7, count=80)):
+    for number, (who, prompt, output) in enumerate(random_calls(seed=7, count=150)):
         ours.index.update(who.run_id, always("tester"), version=number, at_s=float(number))
         assert ours.call(who, prompt, output) == stock.call(who, prompt, output)
         if number % 30 == 29:
@@ -115,7 +115,7 @@ def test_switched_to_a_third_policy_the_cache_keeps_what_it_holds_and_learns_who
     bare.call(Caller("run", "review", "tester", 1), tester)
     step = np.array([[1.0, 0.0, 0.0]] * 3)
     bare.index.update("run", Forecast(AGENTS, step), version=2, at_s=0.0)
-    bare.evict(1)
+    bare.evict(2)  # the last token of a prompt that came twice is a node of its own
     assert (held(bare, coder), held(bare, tester)) == ((58, 0), (8, 0))
 
 

@@ -72,7 +72,7 @@ def test_a_dead_scheduler_fails_its_calls_and_the_health_check(seen: dict[str, A
         assert told.startswith("EngineLostError: SGLang ended the request: the engine died: scheduler_0 (pid ")
         assert told.endswith("ended with code -9")
     for told in (killed["health"], killed["late"]):
-        assert told.startswith("EngineError: the engine of replica fragile is dead: scheduler_0")
+        assert told.startswith("EngineLostError: the engine of replica fragile is dead: scheduler_0")
 
 
 def test_shutdown_leaves_nothing_and_spares_other_children(seen: dict[str, Any]) -> None:

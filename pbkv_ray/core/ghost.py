@@ -37,13 +37,15 @@ _NOTHING = (0.0, 0.0)
 _MAX_AGENTS = 64  # per workflow; later ones share the last column
 
 
-def block_hashes(tokens: Sequence[int], block_tokens: int) -> "array[int]":
+def block_hashes(tokens: Sequence[int], block_tokens: int, known: Sequence[int] = ()) -> "array[int]":
     """Prefix-chained hashes of the full blocks of a prompt: equal at i means equal up to and with block i.
 
+    known: the hashes of the first blocks, if they were made before: those of a prompt, for what it became.
     Python's hash of integers does not depend on the process, so every rank computes the same.
     """
-    chained, out = 0, array("q")
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+    out = array("q", known)
+    chained = out[-1] if out else 0
+    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
         chained = hash((chained, *tokens[start : start + block_tokens]))
         out.append(chained)
     return out

@@ -21,16 +21,6 @@ from pbkv_ray.errors import ConfigError
 ROOT = 0
 
 
-def extended(hashes: Sequence[int], tokens: Sequence[int], block_tokens: int) -> list[int]:
-    """`core.ghost.block_hashes(tokens)`, of which `hashes` are the first ones: of a prompt, then of what it became."""
-    out = list(hashes)
-    chained = out[-1] if out else 0
-    for start in range(len(out) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        chained = hash((chained, *tokens[start : start + block_tokens]))
-        out.append(chained)
-    return out
-
-
 class ShadowLru:
     """One device tier under LRU. Blocks are prefix-chained hashes (`core.ghost.block_hashes`), equal on every rank.
 

@@ -7,15 +7,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pbkv_ray.core.ghost import block_hashes
 from pbkv_ray.core.misses import MissLedger
 from pbkv_ray.core.nodes import Explanation, Tier
+from pbkv_ray.engine.blocks import blocks_of
 from pbkv_ray.engine.facts import FactsSender
 from pbkv_ray.engine.hints import Owner
 
 logger = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 64
+FINE_TOKENS = 16  # of core.ghost.LearnedReuse in an engine: its hashes are used again
+COARSE = 4
 MAX_SPANS = 16  # of a call; the last one then stands for the rest
 MAX_OWNERS = 8  # runs of a node that remember its eviction
 
@@ -25,7 +26,7 @@ class EngineMisses:
         """`now_s`: the broadcast clock."""
         self._facts = facts
         self._now_s = now_s
-        self._ledger = MissLedger(BLOCK_TOKENS)
+        self._ledger = MissLedger(COARSE * FINE_TOKENS)
         self._broken = False
 
     def clear(self) -> None:
@@ -44,7 +45,7 @@ class EngineMisses:
 
     def _admitted(self, req: Any, owner: Owner) -> None:
         prompt = req.origin_input_ids
-        blocks = block_hashes(prompt, BLOCK_TOKENS)
+        blocks = blocks_of(req, FINE_TOKENS)[COARSE - 1 :: COARSE]  # chained: every fourth names all four
         device, host = int(req.cached_tokens_device), int(req.cached_tokens_host)
         missed = self._ledger.call(owner.run, len(prompt), device, host, blocks, req.extra_key)
         spans = [[m.start, m.end, m.cause, m.at_s, m.score, m.reason] for m in missed[:MAX_SPANS]]

@@ -12,7 +12,8 @@ from typing import Any
 
 from pbkv_ray.core.ghost import block_hashes
 from pbkv_ray.core.guard import Guard
-from pbkv_ray.core.shadow import ShadowLru, extended
+from pbkv_ray.core.shadow import ShadowLru
+from pbkv_ray.engine.blocks import blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,12 @@ class Oversight:
     def watches(self) -> bool:
         return self._shadow is not None
 
-    def admitted(self, req: Any, device_hit: int, blocks: Sequence[int] | None) -> None:
-        """Once a call, when its prompt has been matched. `blocks`: the prompt's, if somebody has made them."""
+    def admitted(self, req: Any, device_hit: int) -> None:
+        """Once a call, when its prompt has been matched."""
         if self._shadow is None:
             return
         try:
-            made = block_hashes(req.origin_input_ids, self._block_tokens) if blocks is None else blocks
-            req.pbkv_shadow = made
+            made = req.pbkv_shadow = blocks_of(req, self._block_tokens)
             found = self._shadow.find(_salted(req, made))
             seen = len(req.origin_input_ids), device_hit, found
             if self.ordered:
@@ -68,7 +68,7 @@ class Oversight:
         try:
             whole = up_to // self._block_tokens
             if whole > len(known):
-                known = req.pbkv_shadow = extended(known, req.full_untruncated_fill_ids[:up_to], self._block_tokens)
+                known = req.pbkv_shadow = block_hashes(req.full_untruncated_fill_ids[:up_to], self._block_tokens, known)
             self._shadow.put(_salted(req, known[:whole]), len(req.origin_input_ids) // self._block_tokens)
         except Exception:
             self._fail()

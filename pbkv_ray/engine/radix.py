@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from pbkv_ray.core.ghost import block_hashes
 from pbkv_ray.engine import scheduler
+from pbkv_ray.engine.blocks import blocks_of
 from pbkv_ray.engine.facts import FactsSender
 from pbkv_ray.engine.hints import owner_of
 from pbkv_ray.engine.misses import EngineMisses
@@ -99,7 +99,7 @@ class OwnedRadixCache(UnifiedRadixCache):
         if owner is not None:
             blocks = None
             if core.index.owners.score.learns or core.options.hidden_states:
-                blocks = req.pbkv_blocks = block_hashes(req.origin_input_ids, core.index.owners.learned.block_tokens)
+                blocks = blocks_of(req, core.index.owners.learned.block_tokens)
             core.tell(core.index.call, owner.run, owner.agent, workflow=owner.workflow, blocks=blocks)
         # The best match includes the host tier, of which only a part may have been loaded.
         node = core._node_arena.get(req.best_match_node) or core._node_arena.get(req.last_node)
@@ -107,7 +107,7 @@ class OwnedRadixCache(UnifiedRadixCache):
             core.tell(self.prefetcher.used, node)
         self._own(owner, node)
         if core.options.shadow != "off":
-            self._overseer().admitted(req, req.cached_tokens_device, getattr(req, "pbkv_blocks", None))
+            self._overseer().admitted(req, req.cached_tokens_device)
         if self.misses is not None:
             self.misses.admitted(req, owner)
 

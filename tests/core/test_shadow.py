@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbkv_ray.core.ghost import block_hashes
-from pbkv_ray.core.shadow import ShadowLru, extended
+from pbkv_ray.core.shadow import ShadowLru
 from pbkv_ray.errors import ConfigError
 
 Path = tuple[int, ...]
@@ -154,8 +154,9 @@ def test_the_stride_follows_from_the_pool_and_the_memory() -> None:
 
 def test_the_chain_of_a_prompt_goes_on_with_its_output() -> None:
     tokens = list(range(100))
-    assert extended(block_hashes(tokens[:50], 16), tokens, 16) == list(block_hashes(tokens, 16))
-    assert extended([], tokens, 16) == list(block_hashes(tokens, 16))
+    assert block_hashes(tokens, 16, block_hashes(tokens[:50], 16)) == block_hashes(tokens, 16)
+    first = hash((0, *tokens[:16]))
+    assert list(block_hashes(tokens[:40], 16, [])) == [first, hash((first, *tokens[16:32]))]
 
 
 def test_a_pool_without_a_single_block_is_refused() -> None:

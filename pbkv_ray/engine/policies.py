@@ -13,8 +13,7 @@ STOCK = frozenset({"lru", "session"})  # SGLang as it is: no owners, no hints, n
 BACKEND = "pbkv"  # our name in SGLang's radix-cache and tree-core registries
 
 # policy: (switches on). What it scores by is in core.scores.score_of.
-_PARTIAL = frozenset({"pbkv+", "oracle"})
-_HOLD = frozenset({"pbkv+", "oracle"})
+_BEYOND = frozenset({"pbkv+", "oracle"})  # what is not of the paper: partial eviction, siblings held back
 _PREFETCH = frozenset({"kvflow", "pbkv", "pbkv+", "oracle"})
 
 
@@ -58,9 +57,9 @@ class RadixOptions:
     def of(cls, policy: str, **switches: Any) -> "RadixOptions":
         """The policy as its authors describe it; `switches` change single options."""
         usual: dict[str, Any] = {
-            "partial_tokens": 256 if policy in _PARTIAL else 0,
+            "partial_tokens": 256 if policy in _BEYOND else 0,
             "prefetch": policy in _PREFETCH,
-            "hold_siblings": policy in _HOLD,
+            "hold_siblings": policy in _BEYOND,
         }
         return cls(policy=policy, **(usual | switches))
 

@@ -64,8 +64,7 @@ class EnginePrefetcher:
     def finish(self) -> None:
         """Another will take its place: no forward may run before what is on its way has arrived."""
         for finished in self._unfenced:
-            while not finished.query():
-                time.sleep(1e-4)
+            finished.synchronize()
         self.reset()
 
     def used(self, node: UnifiedTreeNode | None) -> None:

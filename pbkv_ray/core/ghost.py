@@ -129,7 +129,6 @@ class LearnedReuse:
         self._max_workflows = max_workflows
         self._max_prompt_blocks = max_prompt_blocks
         self._runs: OrderedDict[str, dict[str, _Prompt]] = OrderedDict()
-        self._paths: dict[str, tuple[str, ...]] = {}  # of the same runs: the last two agents
         self._counts: OrderedDict[str, _Counts] = OrderedDict()
         self._blank = _Counts()  # of workflows without observations
         self._total = np.zeros((2, KINDS, len(DEPTHS)))
@@ -138,8 +137,8 @@ class LearnedReuse:
         self.forgotten_runs = 0
         self._edges = [-(-edge // block_tokens) for edge in DEPTHS[1:]]
 
-    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> Seen:
-        """A call of `agent` with a prompt of `blocks`; `previous` called before it in the run (None: nobody).
+    def observe(self, workflow: str, run: str, agent: str, path: tuple[str, ...], blocks: Sequence[int]) -> Seen:
+        """A call of `agent` with a prompt of `blocks`; `path`: who called before it in the run, of whom two count.
 
         Returns the leading tokens of the prompt that another run's prompt of this agent began with too, and whether
         it leaves the agent's latest prompt of this run instead of continuing it.
@@ -152,12 +151,11 @@ class LearnedReuse:
         self._runs.move_to_end(run)
         last = prompts.get(agent)
         to = counts.column(agent)
+        kept = 0 if last is None else common(prompt, last.blocks)
         if last is not None:
-            kept = common(prompt, last.blocks)
-            kind = STAY if previous == agent else BACK
+            kind = STAY if path[-1:] == (agent,) else BACK
             self._count(counts, SHARED, to, 0, last.shared, kept)
             self._count(counts, kind, to, last.shared, len(last.blocks), kept)
-            path = self._paths.get(run, ())
             self._count_after(counts, ("latest", agent), path, last.shared, len(last.blocks), kept)
             if last.older is not None:
                 again = common(prompt, last.older)
@@ -168,21 +166,18 @@ class LearnedReuse:
         for name, other in prompts.items():
             if name != agent:
                 known = common(other.blocks, last.blocks) if last is not None else 0
-                kept = common(prompt, other.blocks)
+                handed = common(prompt, other.blocks)
                 source = counts.column(name)
-                self._count_cross(counts, 0, source, to, max(known, other.shared), len(other.blocks), kept)
-                self._count_cross(counts, 1, source, to, known, other.shared, kept)
-        self._paths[run] = (*self._paths.get(run, ())[-1:], agent)
+                self._count_cross(counts, 0, source, to, max(known, other.shared), len(other.blocks), handed)
+                self._count_cross(counts, 1, source, to, known, other.shared, handed)
         counts.seen += 1
         self._blank.seen += 1
         shared = self._shared(workflow, run, agent, prompt)
-        leaves = last is not None and common(prompt, last.blocks) < len(last.blocks)
-        self._keep(prompts, agent, prompt, shared, last)
-        return Seen(shared * self.block_tokens, leaves)
+        self._keep(prompts, agent, _Prompt(prompt, shared), last, kept)
+        return Seen(shared * self.block_tokens, last is not None and kept < len(last.blocks))
 
     def end(self, run: str) -> None:
         """The run's prompts are needed no more; idempotent."""
-        self._paths.pop(run, None)
         for prompt in self._runs.pop(run, {}).values():
             self.blocks -= prompt.size
 
@@ -276,18 +271,15 @@ class LearnedReuse:
             self._witness.popitem(last=False)
         return shared
 
-    def _keep(
-        self, prompts: dict[str, _Prompt], agent: str, prompt: "array[int]", shared: int, last: _Prompt | None
-    ) -> None:
-        new = _Prompt(prompt, shared)
+    def _keep(self, prompts: dict[str, _Prompt], agent: str, new: _Prompt, last: _Prompt | None, kept: int) -> None:
+        """`new` takes the place of `last`, of which it kept so many blocks."""
         if last is not None:
-            kept = common(prompt, last.blocks)
             if kept < len(last.blocks):
                 new.older, new.kept, new.stale = last.blocks, kept, last.older
             elif last.older is not None:  # it grew: what was left before stays left
-                new.older, new.kept, new.stale = last.older, common(prompt, last.older), last.stale
+                new.older, new.kept, new.stale = last.older, common(new.blocks, last.older), last.stale
             if new.stale is not None and new.older is not None:
-                new.stale_kept = max(common(prompt, new.stale), common(new.older, new.stale))
+                new.stale_kept = max(common(new.blocks, new.stale), common(new.older, new.stale))
             self.blocks -= last.size
         elif len(prompts) >= _MAX_AGENTS:
             return

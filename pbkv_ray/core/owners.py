@@ -106,11 +106,10 @@ class Owners:
         if run.current is not None:
             self.waits.observe(run.workflow, run.current, self.now_s - run.called_s)
         if blocks is not None and self.score.learns:
-            run.shared_tokens, leaves = self.learned.observe(run.workflow, run.run_id, agent, run.current, blocks)
+            run.shared_tokens, leaves = self.learned.observe(run.workflow, run.run_id, agent, run.path, blocks)
             run.leaves |= {self.bit(run, agent)} if leaves else set()
         self.bit(run, agent)
-        run.path = (*run.path[-1:], agent)
-        run.current, run.called_s, run.waiting = agent, self.now_s, None
+        run.path, run.called_s, run.waiting = (*run.path[-1:], agent), self.now_s, None
         self.worth.called(run)
 
     def forecast(self, run: Run, forecast: Forecast, version: int, at_s: float) -> None:

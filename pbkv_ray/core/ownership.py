@@ -31,8 +31,7 @@ class Run:
     serial: int
     workflow: str
     agents: dict[str, int] = field(default_factory=dict)  # name -> bit
-    current: str | None = None
-    path: tuple[str, ...] = ()  # the last two agents that called, `current` last
+    path: tuple[str, ...] = ()  # the last two agents that called
     called_s: float = 0.0
     shared_tokens: int = 0  # leading tokens of the latest prompt that other runs' prompts have too
     forecast: Forecast | None = None
@@ -48,6 +47,11 @@ class Run:
     slot: int = 0
     outlook: Outlook | None = None  # None: forecast or current agent changed since the uses were weighed
     unweighed: "list[Use]" = field(default_factory=list)
+
+    @property
+    def current(self) -> str | None:
+        """The agent that called last."""
+        return self.path[-1] if self.path else None
 
 
 @dataclass(slots=True, eq=False)

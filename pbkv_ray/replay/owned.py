@@ -43,8 +43,8 @@ class UnitReuse(LearnedReuse):
         super().__init__(BLOCK_TOKENS)
         self.block_tokens = 1
 
-    def observe(self, workflow: str, run: str, agent: str, previous: str | None, blocks: Sequence[int]) -> Seen:
-        seen = super().observe(workflow, run, agent, previous, blocks)
+    def observe(self, workflow: str, run: str, agent: str, path: tuple[str, ...], blocks: Sequence[int]) -> Seen:
+        seen = super().observe(workflow, run, agent, path, blocks)
         return seen._replace(shared_tokens=seen.shared_tokens * BLOCK_TOKENS)
 
 
@@ -133,9 +133,8 @@ class OwnedDriver:
                 self.waits.observe(run.workflow, history[-2], item.at_s - called[item.run])
             called[item.run] = item.at_s
             self.predictor.observe(run.workflow, history[:-1], history[-1])
-            previous = history[-2] if item.call else None
             blocks = block_hashes(keys.prompt(item.run, item.call).tolist(), self.learned.block_tokens)
-            self.learned.observe(run.workflow, run.run_id, history[-1], previous, blocks)
+            self.learned.observe(run.workflow, run.run_id, history[-1], history[:-1], blocks)
             if item.last:
                 self.predictor.observe(run.workflow, history, None)
                 self.learned.end(run.run_id)

@@ -12,13 +12,13 @@ class Prompts:
 
     def __init__(self, **bounds: int) -> None:
         self.learned = LearnedReuse(16, **bounds)
-        self.last: dict[str, str] = {}
+        self.paths: dict[str, tuple[str, ...]] = {}
 
     def call(self, run: str, agent: str, prompt: str) -> int:
         """Leading blocks that other runs' prompts have too."""
         blocks = [hash(tuple(map(ord, prompt[: i + 1]))) for i in range(len(prompt))]
-        shared, self.leaves = self.learned.observe("flow", run, agent, self.last.get(run), blocks)
-        self.last[run] = agent
+        shared, self.leaves = self.learned.observe("flow", run, agent, self.paths.get(run, ()), blocks)
+        self.paths[run] = (*self.paths.get(run, ()), agent)
         self.learned.check_invariants()
         return shared // 16
 
@@ -157,7 +157,7 @@ def test_rates_keep_their_promises_on_random_prompts() -> None:
     for i in range(600):
         start = int(rng.integers(3))
         blocks = [start * 1_000 + j for j in range(int(rng.integers(1, 60)))]
-        prompts.observe("flow", f"r{rng.integers(20)}", f"a{rng.integers(4)}", f"a{rng.integers(4)}", blocks)
+        prompts.observe("flow", f"r{rng.integers(20)}", f"a{rng.integers(4)}", (f"a{rng.integers(4)}",), blocks)
         if i % 7 == 0:
             prompts.end(f"r{rng.integers(20)}")
     prompts.check_invariants()
@@ -175,7 +175,7 @@ def test_tables_are_bounded_and_forgetting_is_counted() -> None:
         prompts.call(f"r{run}", "chat", f"{run:02}" + "x" * 40)
     assert (prompts.learned.blocks, prompts.learned.forgotten_runs) == (100, 45)
     for i in range(10):
-        prompts.learned.observe(f"flow {i}", "r", "a", None, [i])
+        prompts.learned.observe(f"flow {i}", "r", "a", (), [i])
     prompts.learned.check_invariants()
     for run in range(50):
         prompts.learned.end(f"r{run}")

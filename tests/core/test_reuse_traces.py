@@ -125,8 +125,7 @@ def device_hit(score: Score, train: Workload, test: Workload, fraction: float) -
             waits.observe("acr", agents[-2], at_s - called[run])
             predictor.observe_wait("acr", agents[-2], agents[-1], at_s - called[run])
         called[run] = at_s
-        before = agents[-2] if call else None
-        learned.observe("acr", f"train {run}", agents[-1], before, blocks(train, run, call))
+        learned.observe("acr", f"train {run}", agents[-1], agents[:-1], blocks(train, run, call))
         if last:
             predictor.observe("acr", agents, None)
             learned.end(f"train {run}")

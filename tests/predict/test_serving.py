@@ -199,6 +199,14 @@ async def test_counts_are_not_delivered_a_second_time() -> None:
     assert served.finish(job, *job.run()) == [None]
 
 
+def beside_hover(served: Served) -> None:
+    """A second workflow, whose net works and whose gate is open."""
+    for i in range(3):
+        served.observe("hover", "axy"[:i], "axy"[i])
+    served.install("hover", net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
+    served.gates()["hover"].open = True
+
+
 async def test_a_net_that_hangs_holds_up_neither_the_loop_nor_other_workflows() -> None:
     released = threading.Event()
 
@@ -207,10 +215,7 @@ async def test_a_net_that_hangs_holds_up_neither_the_loop_nor_other_workflows() 
         return [[0, 1, 0, 0]] * len(paths)
 
     served = with_open_gate(hangs, stuck_s=0.01)
-    for i in range(3):
-        served.observe("hover", "axy"[:i], "axy"[i])
-    served.install("hover", net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
-    served.gates()["hover"].open = True
+    beside_hover(served)
     answers = Answers(served)
     answers.background.submit("stuck", "swe", "a")
     answers.background.submit("free", "hover", "a")
@@ -229,10 +234,7 @@ async def test_a_net_that_raises_or_lies_in_its_thread_is_dropped_and_the_next_b
 
     for tell in (breaks, lambda paths: [[0, float("nan"), 0, 0]] * len(paths)):
         served = with_open_gate(tell)
-        for i in range(3):
-            served.observe("hover", "axy"[:i], "axy"[i])
-        served.install("hover", net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
-        served.gates()["hover"].open = True
+        beside_hover(served)
         answers = Answers(served)
         answers.background.submit("one", "swe", "a")
         answers.background.submit("two", "hover", "a")

@@ -34,9 +34,10 @@ from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.control.pump import EventPump
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.events import CallFinished, CallStarted, RunEnded, RunStarted
-from pbkv_ray.engine.hints import owner_params
 from pbkv_ray.errors import ConfigError, EngineError, UnavailableError
 from pbkv_ray.replay.arrivals import ToolWaits, uniform
+from pbkv_ray.replay.bench_policies import spread
+from pbkv_ray.replay.token_calls import serve_tokens
 from pbkv_ray.replay.workload import TraceRun, Workload, prompt_tokens
 from pbkv_ray.routing.asked import Asked
 from pbkv_ray.routing.router import PbkvRouter
@@ -65,32 +66,12 @@ class TokenReplica(EngineReplica):
 
     async def tokens(self, call: TokenCall) -> Json:
         """{"prompt", "device", "host": tokens, "replica"}"""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         self.server.enter()
-        request = GenerateReqInput(
-            rid=uuid.uuid4().hex,
-            input_ids=call.ids.tolist(),
-            sampling_params={
-                "max_new_tokens": max(1, call.output_tokens),
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "custom_params": owner_params(call.caller),
-            },
-            stream=True,
-        )
-        meta: Json = {}
-        async for output in self.server.manager.generate_request(request, None):
-            meta = output["meta_info"]
-        if (meta.get("finish_reason") or {}).get("type") not in ("stop", "length"):
-            raise EngineError(
-                f"a call of run {call.run_id} ended with {meta.get('finish_reason')}; nothing was measured"
-            )
-        cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+        served = await serve_tokens(self.server.manager, call.ids.tolist(), call.caller, call.output_tokens)
         return {
-            "prompt": int(meta["prompt_tokens"]),
-            "device": int(cached.get("device", 0)),
-            "host": int(cached.get("host", 0)),
+            "prompt": served.prompt,
+            "device": served.device,
+            "host": served.host,
             "replica": self.replica_id,
         }
 
@@ -250,9 +231,9 @@ class _Loop:
         return {
             "device_hit": round(self._device / max(1, self._prompt), 4),
             "host_hit": round(self._host / max(1, self._prompt), 4),
-            "run_seconds": _spread(self._run_s, 1.0),
+            "run_seconds": spread(self._run_s),
             "imbalance": round(max(self._computed.values()) / max(1.0, mean), 3),
-            "choosing_ms": _spread(CHOOSING_S, 1e3),
+            "choosing_ms": spread([1e3 * seconds for seconds in CHOOSING_S]),
             "computed_tokens": sum(self._computed.values()),
             "replicas_per_run": round(float(np.mean(self._homes)), 2),
             "wall_seconds": round(wall_s, 1),
@@ -310,12 +291,3 @@ class _Loop:
         self._host += got["host"]
         self._computed[got["replica"]] += computed
         return str(got["replica"])
-
-
-def _spread(seconds: list[float], scale: float) -> dict[str, float]:
-    p50, p99 = np.percentile(seconds or [0.0], [50, 99])
-    return {
-        "mean": round(scale * float(np.mean(seconds or [0.0])), 3),
-        "p50": round(scale * float(p50), 3),
-        "p99": round(scale * float(p99), 3),
-    }

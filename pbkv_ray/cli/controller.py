@@ -1,12 +1,12 @@
 """`pbkv bench controller`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pbkv_ray.cli.local import prepare_environment
+from pbkv_ray.cli.report import print_json
 
 
 def controller(
@@ -20,7 +20,4 @@ def controller(
     prepare_environment()
     from deployments.bench_controller import measure
 
-    text = json.dumps(measure(rate, seconds, sources, batch), indent=1)
-    print(text)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
+    print_json(measure(rate, seconds, sources, batch), json_file)

@@ -1,6 +1,5 @@
 """`pbkv bench overhead`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pbkv_ray.cli.local import prepare_environment
+from pbkv_ray.cli.report import print_json
 
 
 def overhead(
@@ -25,7 +25,4 @@ def overhead(
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("calls", total=calls)
         result = measure(model, calls, words, output_tokens, lambda done: progress.update(bar, completed=done + 1))
-    text = json.dumps(result, indent=1)
-    print(text)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
+    print_json(result, json_file)

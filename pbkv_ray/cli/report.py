@@ -1,8 +1,10 @@
 """One row a run: what it called, what that cost, what the cache gave."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from langgraph_sdk.client import LangGraphClient
@@ -75,6 +77,14 @@ def as_table(reports: Sequence[RunReport]) -> Table:
         )
     table.caption = "device, host: share of the prompt tokens that this tier of the KV cache held"
     return table
+
+
+def print_json(value: Any, file: Path | None) -> None:
+    """On standard output, and in `file` if one is named."""
+    text = json.dumps(value, indent=1)
+    print(text)
+    if file is not None:
+        file.write_text(text + "\n")
 
 
 def print_table(table: Table) -> None:

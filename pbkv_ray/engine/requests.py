@@ -1,7 +1,7 @@
 """Our calls as SGLang's requests, and its outputs and errors as our replies and errors."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from pbkv_ray.core.calls import CacheReport, Call, FinishReason, Reply
@@ -52,12 +52,18 @@ def request_of(call: Call, prompt: list[int], *, sessions: bool) -> Any:
     )
 
 
+def cached_tokens(meta: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt tokens that the device and the host tier held, by the `meta_info` of an output."""
+    cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+    return int(cached.get("device", 0)), int(cached.get("host", 0))
+
+
 def reply_of(
     output: dict[str, Any], seconds: float, first_token_seconds: float, replica: str, missed: Sequence[Missed] | None
 ) -> Reply:
     """Of the last output of a request; `missed`: the spans of its prompt that the cache did not have, if reported."""
     meta = output["meta_info"]
-    cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+    device, host = cached_tokens(meta)
     kind = meta["finish_reason"]["type"]
     reason: FinishReason = kind if kind in ("stop", "length") else "abort"
     return Reply(
@@ -65,8 +71,8 @@ def reply_of(
         reason=reason,
         prompt_tokens=int(meta.get("prompt_tokens", 0)),
         output_tokens=int(meta.get("completion_tokens", 0)),
-        device_cached_tokens=int(cached.get("device", 0)),
-        host_cached_tokens=int(cached.get("host", 0)),
+        device_cached_tokens=device,
+        host_cached_tokens=host,
         seconds=seconds,
         first_token_seconds=first_token_seconds,
         replica=replica,

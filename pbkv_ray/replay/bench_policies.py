@@ -20,7 +20,6 @@ from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.forecast import Forecast
-from pbkv_ray.engine.hints import owner_params
 from pbkv_ray.engine.measured import SWITCH
 from pbkv_ray.engine.policies import STOCK
 from pbkv_ray.engine.server import EngineServer
@@ -28,6 +27,7 @@ from pbkv_ray.errors import EngineError
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import ToolWaits, uniform
 from pbkv_ray.replay.owned import true_forecast, with_noise
+from pbkv_ray.replay.token_calls import serve_tokens
 from pbkv_ray.replay.workload import TraceRun, Workload, prompt_tokens
 
 HORIZON = 10
@@ -80,8 +80,8 @@ class Tally:
         return {
             "device_hit": round(self.device / max(1, self.prompt), 4),
             "host_hit": round(self.host / max(1, self.prompt), 4),
-            "run_seconds": _spread(self.run_s),
-            "ttft_seconds": _spread(self.ttft_s),
+            "run_seconds": spread(self.run_s),
+            "ttft_seconds": spread(self.ttft_s),
             "prompt_tokens": self.prompt,
             "recomputed_tokens": computed,
             "prefetch": {f"{name}_tokens": self.prefetch.get(name, 0) for name in ("useful", "late", "wasted")},
@@ -94,7 +94,7 @@ class Tally:
         }
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     if not values:
         return {"mean": 0.0, "p50": 0.0, "p99": 0.0}
     p50, p99 = np.percentile(values, [50, 99])
@@ -259,35 +259,17 @@ class ClosedLoop:
         return f"{self._policy}:{run.run_id}"
 
     async def _call(self, run: TraceRun, at: int, private: int) -> None:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         call, history = run.calls[at], run.agents[: at + 1]
         caller = Caller(self._name(run), run.workflow, call.agent, at)
         self._predictor.observe(run.workflow, history[:-1], history[-1])
         self._publish(caller.run_id, run, history)
-        request = GenerateReqInput(
-            input_ids=prompt_tokens(call, self._vocabulary, private).tolist(),
-            sampling_params={
-                "max_new_tokens": max(1, call.output_tokens),
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "custom_params": owner_params(caller),
-            },
-            stream=True,
-            session_id=caller.run_id if self._policy == "session" else None,
-        )
-        asked, first, meta = time.perf_counter(), 0.0, dict[str, Any]()
-        async for output in self._server.manager.generate_request(request, None):
-            first = first or time.perf_counter() - asked
-            meta = output["meta_info"]
-        finish = meta.get("finish_reason") or {}
-        if finish.get("type") not in ("stop", "length"):
-            raise EngineError(f"call {at} of run {run.run_id} ended with {finish or 'nothing'}; nothing was measured")
-        cached = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
-        self._tally.prompt += int(meta["prompt_tokens"])
-        self._tally.device += int(cached.get("device", 0))
-        self._tally.host += int(cached.get("host", 0))
-        self._tally.ttft_s.append(first)
+        ids = prompt_tokens(call, self._vocabulary, private).tolist()
+        session_id = caller.run_id if self._policy == "session" else None
+        served = await serve_tokens(self._server.manager, ids, caller, call.output_tokens, session_id=session_id)
+        self._tally.prompt += served.prompt
+        self._tally.device += served.device
+        self._tally.host += served.host
+        self._tally.ttft_s.append(served.first_token_s)
 
     def _publish(self, run_id: str, run: TraceRun, history: tuple[str, ...]) -> None:
         forecast: Forecast | None

@@ -18,6 +18,7 @@ from pbkv_ray.core.calls import Caller
 from pbkv_ray.engine.hints import owner_params
 from pbkv_ray.engine.models import cache_dir, tiny_model
 from pbkv_ray.engine.policies import STOCK
+from pbkv_ray.engine.requests import cached_tokens
 from pbkv_ray.engine.server import EngineServer
 
 OURS = tuple(policy for policy in POLICIES if policy not in STOCK)
@@ -78,8 +79,7 @@ class Examiner:
             session_id=run if self._policy == "session" else None,
         )
         output: dict[str, Any] = await anext(self._server.manager.generate_request(request, None))
-        cached = output["meta_info"].get("cached_tokens_details") or {}
-        device, host = int(cached.get("device", 0)), int(cached.get("host", 0))
+        device, host = cached_tokens(output["meta_info"])
         return list(output["output_ids"]), "host" if host > device else "device" if device else "none"
 
 

@@ -37,7 +37,7 @@ class EngineMetrics:
 
     def text(self, replica: str) -> str:
         """`pbkv_engine_*` and whatever SGLang's processes have written to their shared metrics folder."""
-        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 
         ours = CollectorRegistry()
         ours.register(_Collector(self, replica))
@@ -45,8 +45,20 @@ class EngineMetrics:
         if os.environ.get(_FOLDER):
             theirs = CollectorRegistry()
             multiprocess.MultiProcessCollector(theirs)  # type: ignore[no-untyped-call]
+            if not values.ValueClass._multiprocess:
+                theirs.register(_InThisProcess())
             text += generate_latest(theirs).decode()
         return text
+
+
+class _InThisProcess:
+    """What SGLang's tokenizer manager counts, where prometheus_client was imported before the folder had a name: it
+    then keeps this process's values in memory, and only the other processes write to the folder."""
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client import REGISTRY
+
+        return (family for family in REGISTRY.collect() if family.name.startswith("sglang:"))
 
 
 def _own_folder() -> None:

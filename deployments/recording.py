@@ -15,7 +15,6 @@ from pbkv_ray.control.pump import EventPump
 from pbkv_ray.core.events import Batch
 from pbkv_ray.engine.facts import Fact, HiddenState
 from pbkv_ray.engine.server import EngineServer
-from pbkv_ray.errors import PbkvError
 from pbkv_ray.graph.callback import LifecycleCallback
 from pbkv_ray.graph.client import LLM
 from pbkv_ray.graph.context import RunContext, running
@@ -23,6 +22,7 @@ from workflows.spec import WorkflowSpec
 
 Json = dict[str, Any]
 STORED_S = 60  # how long to wait for the last runs to reach the store
+_LOSSES = "runs_open", "runs_waiting", "runs_left_out", "calls_left_out", "states_left_out"
 
 
 async def record_runs(
@@ -34,21 +34,24 @@ async def record_runs(
     concurrency: int,
     may_start: Callable[[], bool] = lambda: True,
     done: Callable[[str], None] = lambda outcome: None,
-) -> None:
+) -> dict[str, int]:
     """Every input once, `concurrency` at a time, as long as `may_start`; `done` hears how each run ended.
 
-    Raises EngineError or InputError when the engine does not start, PbkvError when the store does not take the runs.
+    Returns what did not reach the store, by kind: runs (open or waiting when STORED_S had passed), calls, states,
+    events; nothing of it is there if all did. Raises EngineError or InputError when the engine does not start.
     """
     async with _recording(options, database) as (server, host):
         pump = EventPump("record", _sender(host))
         graph = spec.build(LLM(server, pump.emit)).compile(name=spec.name)
         edges = [(edge.source, edge.target) for edge in graph.get_graph().edges]
-        waiting = iter(inputs)
-        completed = 0
+        waiting, names = iter(inputs), set[str]()
 
         async def one(given: Json) -> str:
             # The same task has the same name, wherever it is recorded: runs of one instance resemble each other.
             run_id = f"{spec.name}-{hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]}"
+            if run_id in names:
+                return "left out: the same input ran before, and says nothing new at temperature 0"
+            names.add(run_id)
             callback = LifecycleCallback(run_id, spec.name, spec.agents, edges, pump.emit)
             with running(RunContext(run_id, spec.name)):
                 try:
@@ -60,23 +63,22 @@ async def record_runs(
             return "completed"
 
         async def work() -> None:
-            nonlocal completed
             for given in waiting:
                 if not may_start():
                     return
-                outcome = await one(given)
-                completed += outcome == "completed"
-                done(outcome)
+                done(await one(given))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(work())
-        await pump.close()
+        await pump.close(STORED_S)
         for _ in range(10 * STORED_S):
-            if (await host.counts()).get("recorded_runs", 0) >= completed:
-                return
+            counts = await host.counts()
+            if counts["recorded_runs_open"] + counts["recorded_runs_waiting"] == 0:
+                break
             await asyncio.sleep(0.1)
-        raise PbkvError(f"the store did not take {completed} runs within {STORED_S} s: {await host.counts()}")
+        lost = {name: int(counts.get(f"recorded_{name}", 0)) for name in _LOSSES} | {"events": pump.dropped}
+        return {name: number for name, number in lost.items() if number}
 
 
 def _sender(host: ControllerHost) -> Callable[[Batch], Any]:

@@ -75,7 +75,7 @@ def record(
             began[:] = began or [time.monotonic()]
             return time.monotonic() - began[0] <= 60 * minutes
 
-        asyncio.run(
+        lost = asyncio.run(
             record_runs(
                 get(workflow),
                 inputs,
@@ -87,7 +87,8 @@ def record(
             )
         )
         kept, states = export(database, out, workflow=workflow)
-    print(json.dumps({"trace": out.name, "runs": kept, "calls_with_states": states, "outcomes": outcomes}))
+    result = {"trace": out.name, "runs": kept, "calls_with_states": states, "outcomes": outcomes, "lost": lost}
+    print(json.dumps(result))
 
 
 def _inputs(workflow: str, file: Path | None, runs: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class Recording:
         if not self._url:
             return {}
         found = {f"recorded_{name}": float(n) for name, n in (self._counts + self._journal.counts).items()}
-        return found | {"recorded_runs_waiting": len(self._waiting)}
+        return found | {"recorded_runs_open": len(self._journal), "recorded_runs_waiting": len(self._waiting)}
 
     async def _write_for_ever(self) -> None:
         from pbkv_ray.store import Store  # SQLAlchemy: only who records loads it

@@ -5,6 +5,7 @@ Events of a call come from the runner and from the engine, in any order; an ende
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from math import inf
 
 from pbkv_ray.core.events import (
     CallFinished,
@@ -20,7 +21,7 @@ from pbkv_ray.core.events import (
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
-    settle_s: float = 2.0  # an ended run waits so long for what is late
+    settle_s: float = 2.0  # an ended run waits so long for what is late, from the Tick after its end
     silent_s: float = 3_600.0  # a run without events for so long is left out
     max_runs: int = 4_096  # open ones, and as many ended ones that nobody has taken
     max_calls: int = 512  # of a run
@@ -67,27 +68,34 @@ class RecordedRun:
 @dataclass(slots=True)
 class _Open:
     run: RecordedRun
-    heard_s: float
+    heard_s: float = inf  # the Tick after its last event; inf: it has not come
+    whole: bool = False  # heard from its start on
     ended: bool = False
 
 
 class Journal:
-    """`counts`: what the bounds dropped. Time is that of the last Tick."""
+    """`counts`: what was dropped. Time is that of the last Tick.
+
+    An event counts as heard at the Tick after it, not at the one before: before the first Tick there is none, and one
+    that comes late (a busy machine) would make all that came meanwhile look old, with what is still on its way.
+    """
 
     def __init__(self, options: JournalOptions | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self._options = options or JournalOptions()
         self._open: OrderedDict[str, _Open] = OrderedDict()  # longest silent first
         self._calls: dict[str, RecordedCall] = {}
-        self._early: OrderedDict[str, list[CallState]] = OrderedDict()
+        self._early: OrderedDict[str, dict[str, CallState]] = OrderedDict()  # call -> signal -> the last one
         self._bytes = 0
         self._now_s = 0.0
 
     def note(self, event: Event) -> None:
         match event:
             case RunStarted():
-                run = self._touch(event.run_id, event.at_s).run
-                run.workflow = event.workflow
+                first = event.run_id not in self._open
+                known = self._touch(event.run_id, event.at_s)
+                known.whole = known.whole or first
+                known.run.workflow = event.workflow
             case CallStarted():
                 self._started(event)
             case CallFinished():
@@ -100,17 +108,24 @@ class Journal:
                 known.run.ended_s, known.run.outcome = event.at_s, event.outcome
             case Tick():
                 self._now_s = event.at_s
+                for known in reversed(self._open.values()):
+                    if known.heard_s != inf:
+                        break
+                    known.heard_s = event.at_s
 
     def take(self) -> list[RecordedRun]:
-        """The runs that ended long enough ago, if they made a call. What is silent for too long is left out."""
+        """The runs that ended long enough ago, if they made a call. What is silent for too long is left out, and so is
+        a run whose beginning was not heard (a controller that restarted, a run that was too many)."""
         taken: list[RecordedRun] = []
         for run_id, known in list(self._open.items()):
             silent_s = self._now_s - known.heard_s
             if silent_s < min(self._options.settle_s, self._options.silent_s):
                 break  # the order is that of the last event
             if known.ended and silent_s >= self._options.settle_s:
-                if known.run.calls:
+                if known.run.calls and known.whole:
                     taken.append(known.run)
+                elif known.run.calls:
+                    self.counts["runs_left_out"] += 1
             elif silent_s >= self._options.silent_s:
                 self.counts["runs_left_out"] += 1
             else:
@@ -124,11 +139,11 @@ class Journal:
     def _touch(self, run_id: str, at_s: float) -> _Open:
         known = self._open.get(run_id)
         if known is None:
-            known = self._open[run_id] = _Open(RecordedRun(run_id, "", at_s), self._now_s)
+            known = self._open[run_id] = _Open(RecordedRun(run_id, "", at_s))
             while len(self._open) > self._options.max_runs:
                 self.counts["runs_left_out"] += 1
                 self._close(next(iter(self._open)))
-        known.heard_s = self._now_s
+        known.heard_s = inf
         self._open.move_to_end(run_id)
         return known
 
@@ -145,7 +160,7 @@ class Journal:
         call = RecordedCall(event.call_id, event.agent, event.step, event.at_s)
         run.calls.append(call)
         self._calls[event.call_id] = call
-        for state in self._early.pop(event.call_id, ()):
+        for state in self._early.pop(event.call_id, {}).values():
             self._state(state)
 
     def _finished(self, event: CallFinished) -> None:
@@ -160,10 +175,10 @@ class Journal:
     def _state(self, event: CallState) -> None:
         call = self._calls.get(event.call_id)
         if call is None:
-            self._early.setdefault(event.call_id, []).append(event)
+            self._early.setdefault(event.call_id, {})[event.signal] = event
             while len(self._early) > self._options.max_early:
-                self._early.popitem(last=False)
-                self.counts["states_left_out"] += 1
+                _, states = self._early.popitem(last=False)
+                self.counts["states_left_out"] += len(states)
             return
         vector = event.vector.astype("<f2").tobytes()
         blocks = b"" if event.blocks is None else event.blocks.astype("<i8").tobytes()

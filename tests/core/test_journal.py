@@ -34,10 +34,11 @@ def test_a_run_is_kept_with_the_states_that_came_before_and_after_their_calls():
         started("c2", "coder", 4.0),
         RunEnded("r1", "completed", 5.0),
         CallState("c1", "decode", VECTOR * 2),
-        Tick(11.9),
+        Tick(11.0),
+        Tick(12.9),
     )
     assert journal.take() == [], "what is late may still come"
-    note(journal, Tick(12.0))
+    note(journal, Tick(13.0))
     assert journal.take() == [
         RecordedRun(
             "r1", "swe", 1.0, 5.0, "completed",
@@ -56,23 +57,51 @@ def test_a_run_is_kept_with_the_states_that_came_before_and_after_their_calls():
 def test_runs_without_calls_are_none_and_silent_runs_are_left_out():
     journal = Journal(JournalOptions(settle_s=1.0, silent_s=10.0))
     note(journal, RunStarted("idle", "swe", 0.0), RunEnded("idle", "completed", 0.0), started("c", "a", 0.0, "lost"))
-    note(journal, Tick(9.0))
+    note(journal, Tick(1.0), Tick(10.0))
     assert (journal.take(), len(journal)) == ([], 1)
-    note(journal, Tick(10.0))
+    note(journal, Tick(11.0))
     assert (journal.take(), len(journal), journal.counts["runs_left_out"]) == ([], 0, 1)
+
+
+def test_what_came_before_the_first_tick_is_not_old():
+    journal = Journal()
+    now = 1.8e9
+    note(journal, RunStarted("r1", "swe", now), started("c1", "planner", now))
+    note(journal, Tick(now + 1.0))
+    assert journal.take() == []
+    note(journal, finished("c1", "planner", now + 1.5), started("c2", "coder", now + 1.5), Tick(now + 2.0))
+    note(journal, RunEnded("r1", "completed", now + 2.5), Tick(now + 3.0), Tick(now + 5.0))
+    (run,) = journal.take()
+    assert (run.workflow, [call.call_id for call in run.calls], journal.counts) == ("swe", ["c1", "c2"], {})
+
+
+def test_a_tick_that_comes_late_does_not_cut_the_wait_for_what_the_engine_says():
+    journal = Journal(JournalOptions(settle_s=2.0))
+    note(journal, Tick(10.0), RunStarted("r1", "swe", 1.0), started("c1", "planner", 1.0))
+    note(journal, RunEnded("r1", "completed", 2.0), Tick(60.0))
+    assert journal.take() == [], "nothing was read for 50 s, the state neither"
+    note(journal, CallState("c1", "decode", VECTOR), Tick(62.0))
+    assert [call.decode for call in journal.take()[0].calls] == [VECTOR.tobytes()]
+
+
+def test_a_run_whose_beginning_was_not_heard_is_left_out_also_when_it_is_announced_again():
+    journal = Journal(JournalOptions(settle_s=1.0))
+    note(journal, started("c2", "coder", 0.0), RunStarted("r1", "swe", 0.0), RunEnded("r1", "completed", 1.0))
+    note(journal, Tick(1.0), Tick(2.0))
+    assert (journal.take(), len(journal), journal.counts) == ([], 0, {"runs_left_out": 1})
 
 
 def test_everything_is_bounded_and_what_is_dropped_is_counted():
     journal = Journal(JournalOptions(max_runs=2, max_calls=2, max_state_bytes=6, max_early=1))
     for run in "xyz":
-        note(journal, *(started(f"{run}{n}", "a", 0.0, run) for n in range(3)))
+        note(journal, RunStarted(run, "swe", 0.0), *(started(f"{run}{n}", "a", 0.0, run) for n in range(3)))
     note(journal, CallState("y0", "prefill", VECTOR), CallState("y1", "prefill", VECTOR))
     note(journal, CallState("unknown", "prefill", VECTOR), CallState("other", "decode", VECTOR))
     assert len(journal) == 2
     assert journal.counts == {"calls_left_out": 3, "runs_left_out": 1, "states_left_out": 2}
     # Room is given back with the run.
-    note(journal, RunEnded("y", "completed", 1.0), Tick(5.0))
+    note(journal, RunEnded("y", "completed", 1.0), Tick(3.0), Tick(5.0))
     (run,) = journal.take()
     assert [call.prefill for call in run.calls] == [VECTOR.tobytes(), None]
-    note(journal, CallState("z0", "prefill", VECTOR), RunEnded("z", "completed", 1.0), Tick(9.0))
+    note(journal, CallState("z0", "prefill", VECTOR), RunEnded("z", "completed", 1.0), Tick(7.0), Tick(9.0))
     assert journal.take()[0].calls[0].prefill == VECTOR.tobytes()

@@ -27,7 +27,7 @@ class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = "default"
-    policy: str = "lru"
+    policy: str = "pbkv+"
     router: Literal["pbkv", "pow2"] = "pow2"  # by cost and home of each run, or Ray Serve's default
     engine_replicas: Positive = 1
     max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two

@@ -27,7 +27,7 @@ console = Console(stderr=True)
 
 def serve(
     model: Model = "default",
-    policy: Policy = "lru",
+    policy: Policy = "pbkv+",
     replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
     host: Annotated[str, typer.Option(help="beyond loopback, API keys are required")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
@@ -60,7 +60,7 @@ def serve(
 def demo(
     runs: Annotated[int, typer.Option(min=1, help="runs of each workflow")] = 3,
     model: Model = "default",
-    policy: Policy = "lru",
+    policy: Policy = "pbkv+",
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the runs to this file")] = None,
 ) -> None:
     """Run samples of every workflow at the same time, on a real engine, and show what they did."""

@@ -22,7 +22,7 @@ from deployments.service import RunEvent
 from deployments.settings import AppArgs
 from deployments.transport import HandleTransport
 from pbkv_ray.config import ControllerOptions, RunnerOptions
-from pbkv_ray.control.actor import start_controller
+from pbkv_ray.control.actor import renew_controller, start_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.control.pump import EventPump
@@ -74,7 +74,9 @@ class RunnerHost:
         store = await Store.open(database)
         self._opened.push_async_callback(store.close)
         checkpointer = await self._opened.enter_async_context(open_checkpointer(database))
-        reporter = _Reporter("runner", application(), args.controller_options(application()))
+        controller_options = args.controller_options(application())
+        await asyncio.to_thread(renew_controller, application(), controller_options)
+        reporter = _Reporter("runner", application(), controller_options)
         self._opened.push_async_callback(reporter.pump.close)
         self._runner = Runner(
             store,

@@ -9,12 +9,14 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter, time
+from importlib.metadata import version
+from time import perf_counter, sleep, time
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.control.desk import RoutingDesk
@@ -36,6 +38,7 @@ class ControllerHost(RoutingDesk):
 
     def __init__(self, options: ControllerOptions) -> None:
         self.epoch = uuid.uuid4().hex[:12]
+        self._made_of = made_of(options)
         self._prediction = Prediction(options, lambda event: self._perform(self._controller.handle(event)))
         self._controller = Controller(options, self._prediction.predictor)
         self._prediction.follow(self._controller)
@@ -81,6 +84,9 @@ class ControllerHost(RoutingDesk):
                 return self.epoch, acknowledged, ()
             number, actions = outbox.take(acknowledged)
         return self.epoch, number, actions
+
+    async def made_of(self) -> str:
+        return self._made_of
 
     async def report(self, residency: Residency, numbers: Mapping[str, float] | None = None) -> None:
         """`numbers`: what the engine says of itself beside it, for those who watch (`core.live`)."""
@@ -208,6 +214,34 @@ class ControllerHost(RoutingDesk):
 
 def controller_name(application: str) -> str:
     return f"pbkv-controller-{application}"
+
+
+def renew_controller(application: str, options: ControllerOptions, timeout_s: float = 5.0) -> bool:
+    """Ends a controller of another version or of other options, so that the next `start_controller` makes one.
+
+    A detached actor outlives the deployment that made it. All that it knows is told anew; one that does not answer in
+    `timeout_s` is left alone. Blocks; called where an application starts, never where it only goes on.
+    """
+    try:
+        actor = ray.get_actor(controller_name(application), namespace=NAMESPACE)
+        if ray.get(actor.made_of.remote(), timeout=timeout_s) == made_of(options):
+            return False
+    except AttributeError:
+        pass  # of a version that could not be asked
+    except (ValueError, RayError):
+        return False
+    ray.kill(actor)
+    for _ in range(100):  # until its name is free
+        try:
+            ray.get_actor(controller_name(application), namespace=NAMESPACE)
+        except ValueError:
+            break
+        sleep(0.05)
+    return True
+
+
+def made_of(options: ControllerOptions) -> str:
+    return f"{version('pbkv-ray')} {options}"
 
 
 def start_controller(application: str, options: ControllerOptions) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pbkv_ray.config import ControllerOptions
-from pbkv_ray.control.actor import ControllerHost, controller_name, start_controller, stop_controller
+from pbkv_ray.control.actor import ControllerHost, controller_name, renew_controller, start_controller, stop_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.actions import PublishForecast, RetireRun
 from pbkv_ray.core.events import Batch, CallStarted, Event, Residency, RunEnded, RunStarted
@@ -67,6 +67,18 @@ async def test_two_applications_have_controllers_of_their_own(application: str):
         assert await ControllerClient(other, timeout_s=30.0).runs() == []
     finally:
         stop_controller(other)
+
+
+async def test_a_controller_of_other_options_is_replaced_when_the_application_starts_anew(application: str):
+    client = ControllerClient(application, timeout_s=30.0)
+    await client.send(batch(0, SWE))
+    assert await asyncio.to_thread(renew_controller, application, ControllerOptions(), 30.0) is False
+    assert len(await client.runs()) == 1
+    other = ControllerOptions(lease_s=60.0)
+    assert await asyncio.to_thread(renew_controller, application, other, 30.0) is True
+    start_controller(application, other)
+    assert await ControllerClient(application, timeout_s=30.0).runs() == []
+    assert await asyncio.to_thread(renew_controller, application + "-nobody", other) is False
 
 
 async def test_a_killed_controller_comes_back_empty_and_everyone_is_told(application: str):

@@ -22,7 +22,7 @@ def routing(
     max_output: Annotated[int, typer.Option(min=1, help="outputs are cut to so many tokens")] = 4,
     max_prompt: Annotated[int, typer.Option(help="leave runs with a longer prompt out")] = 6_000,
     host_ratio: Annotated[float, typer.Option(help="host pool / device pool; 0 = no host tier")] = 0.0,
-    size: Annotated[str, typer.Option(help="random-weight model: tiny or 25m")] = "tiny",
+    size: Annotated[str, typer.Option(help="random-weight model: nano, tiny or 25m")] = "tiny",
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the result there")] = None,
 ) -> None:

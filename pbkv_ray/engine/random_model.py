@@ -10,6 +10,14 @@ from typing import Any
 
 _MARKER = "tiny_random_weight_model.json"
 _SHAPES: dict[str, dict[str, int]] = {
+    "nano": {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
     "tiny": {
         "num_hidden_layers": 2,
         "hidden_size": 128,

@@ -51,7 +51,7 @@ def policies_command(
     max_running: Annotated[int, typer.Option(min=1, help="batch of the engine")] = 8,
     train: Annotated[bool, typer.Option(help="predictors saw the other half of the trace before")] = True,
     noise: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of uniform noise in forecasts")] = 0.0,
-    size: Annotated[str, typer.Option(help="random-weight model: tiny or 25m")] = "25m",
+    size: Annotated[str, typer.Option(help="random-weight model: nano, tiny or 25m")] = "25m",
     seed: Annotated[int, typer.Option()] = 0,
     json_path: JsonOption = None,
 ) -> None:

@@ -22,6 +22,8 @@ _COLUMNS = (
     ("makespan s", "wall_seconds"),
     ("hit at fixed order", "fixed_order.device_hit"),
     ("share of Belady", "share"),
+    ("LRU by its shadow", "shadow_hit"),
+    ("fell back", "shadow.fallbacks"),
 )
 
 
@@ -39,7 +41,8 @@ def rows(result: Json) -> tuple[Row, list[Row]]:
 
 def _shared(entry: Json) -> Json:
     share = entry.get("share_of_belady", entry.get("fixed_order", {}).get("share_of_belady"))
-    return entry | {"share": share}
+    shadow = entry.get("shadow", entry.get("fixed_order", {}).get("shadow"))
+    return entry | {"share": share} | ({"shadow_hit": shadow["lru"] / max(1, shadow["prompt"])} if shadow else {})
 
 
 def _at(entry: Json, key: str) -> Any:

@@ -10,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pbkv_ray.errors import ConfigError
+from pbkv_ray.replay.arrivals import ToolWaits
 from pbkv_ray.replay.workload import BLOCK_TOKENS, Half, Workload
 
 console = Console(stderr=True)
@@ -31,15 +32,27 @@ def _fractions(text: str) -> list[float]:
     return values
 
 
-def _halves(trace: Path, half: str, runs: int | None, whole: bool, train: str) -> tuple[Workload, Workload | None]:
+def _halves(
+    trace: Path, half: str, runs: int | None, whole: bool, train: str, max_prompt: int | None = None
+) -> tuple[Workload, Workload | None]:
     from pbkv_ray.replay.traces import read_trace
 
     if half not in get_args(Half) or train not in ("tune", "none"):
         raise ConfigError(f"--half is {half!r}, --train is {train!r}; use tune, report, all, and tune, none")
-    workload = read_trace(trace, standard=not whole)
+    workload = read_trace(trace, standard=not whole).max_prompt(max_prompt)
     shown = workload.half(cast(Half, half)).cut(runs)
     other: Half = "report" if half == "tune" else "tune"
     return shown, None if train == "none" or half == "all" else workload.half(other).cut(runs)
+
+
+def _waits(text: str) -> ToolWaits:
+    try:
+        low, high = (float(part) for part in text.split(":"))
+    except ValueError:
+        low = high = -1.0
+    if not 0 <= low <= high:
+        raise ConfigError(f"--waits {text!r} must be two seconds, the smaller first, for instance 1:8")
+    return ToolWaits(low, high)
 
 
 @replay_app.callback(invoke_without_command=True)
@@ -59,6 +72,8 @@ def replay_command(
     host_ratio: Annotated[float, typer.Option(help="host pool / device pool; 0 = no host tier")] = 0.0,
     write_policy: Annotated[str, typer.Option(help="HiCache's")] = "write_through",
     arrivals: Annotated[str, typer.Option(help="closed, backlog, poisson:RATE or trace:SPEED")] = "closed",
+    waits: Annotated[str, typer.Option(help="LOW:HIGH seconds of a tool, where the trace does not say")] = "1:8",
+    max_running: Annotated[int, typer.Option(min=1, help="batch of the engine")] = 64,
     order: Annotated[str, typer.Option(help="of waiting calls: fcfs or cached")] = "fcfs",
     outputs: Annotated[str, typer.Option(help="in the tree: none, private or continued")] = "private",
     max_output: Annotated[int | None, typer.Option(help="cut outputs to so many tokens")] = None,
@@ -92,8 +107,8 @@ def replay_command(
     choices = parse_policies(policies)
     if mode not in get_args(Mode) or outputs not in get_args(Outputs) or order not in ("fcfs", "cached"):
         raise ConfigError(f"--mode {mode!r}, --outputs {outputs!r} or --order {order!r} is unknown; see --help")
-    shown, other = _halves(trace, half, runs, whole, train)
-    cutting = [w.max_output(max_output).max_prompt(max_prompt) for w in (shown, other) if w is not None]
+    shown, other = _halves(trace, half, runs, whole, train, max_prompt)
+    cutting = [w.max_output(max_output) for w in (shown, other) if w is not None]
     train_on = cutting[1] if len(cutting) > 1 else None
     setup = Setup(
         cutting[0],
@@ -105,8 +120,9 @@ def replay_command(
         host_ratio=host_ratio,
         write_policy=write_policy,
         cost=load_cost(cost),
-        scheduler=Scheduler(order="cached" if order == "cached" else "fcfs"),
+        scheduler=Scheduler(max_running=max_running, order="cached" if order == "cached" else "fcfs"),
         arrivals=parse_arrivals(arrivals),
+        waits=_waits(waits),
         seed=seed,
         noise=noise,
         predictor=predictor,

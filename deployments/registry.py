@@ -12,6 +12,8 @@ class Workflows:
 
     def __init__(self, path: str) -> None:
         module, _, attribute = path.partition(":")
+        if not module or not attribute:
+            raise ConfigError(f"registry is {path!r}; give module:attribute, as in mine:REGISTRY")
         try:
             specs = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:

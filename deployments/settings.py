@@ -13,6 +13,7 @@ from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.errors import ConfigError
 
 APPLICATION = "pbkv"  # its name in Ray Serve, if no other is given
+REGISTRY = "workflows.registry:REGISTRY"  # the shipped workflows
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -55,7 +56,7 @@ class AppArgs(BaseModel):
     api_keys_file: Path | None = None  # one key a line
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted without keys, beside loopback's names
     salt_secret_file: Path | None = None  # tenants' cache salts; the same on every node
-    registry: str = "workflows.registry:REGISTRY"  # module:attribute, a mapping from names to WorkflowSpecs
+    registry: str = REGISTRY  # module:attribute, a mapping from names to WorkflowSpecs
 
     @classmethod
     def checked(cls, values: dict[str, Any]) -> "AppArgs":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pbkv_ray.errors import ConfigError
 
 POLICIES = ("lru", "session", "kvflow", "lae", "he", "pbkv", "pbkv+", "oracle")
+SERVED_POLICIES = tuple(name for name in POLICIES if name != "oracle")  # that one needs the future of a trace
 SHADOWS = ("off", "watch", "guard")
 
 

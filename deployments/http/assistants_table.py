@@ -56,6 +56,6 @@ class Assistants:
         return self._rows[self.workflow(name_or_id)]
 
     def named(self, run: Json) -> Json:
-        """A run as the protocol shows it: `assistant_id` is the id, whatever the runner stored."""
+        """A run as the protocol shows it, where `assistant_id` is the id; the name is our `workflow`."""
         name = run.get("assistant_id")
-        return {**run, "assistant_id": assistant_id(name)} if name in self._rows else run
+        return {**run, "assistant_id": assistant_id(name), "workflow": name} if name in self._rows else run

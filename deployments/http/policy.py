@@ -8,7 +8,7 @@ from pydantic import Field
 
 from deployments.http import models
 from deployments.http.models import Json
-from pbkv_ray.config import POLICIES
+from pbkv_ray.config import SERVED_POLICIES
 from pbkv_ray.errors import InputError, NotFoundError, UnavailableError
 
 # (policy or None to look only, replica or None for all) -> replica -> its state, with "error" if it did not obey
@@ -37,8 +37,8 @@ def router(policies: Policies) -> APIRouter:
     @routes.put("/v1/policy", tags=["server"])
     async def choose(body: PolicyChoice) -> Json:
         """Puts a policy in charge at once, of one replica or of all; what the caches hold stays."""
-        if body.policy not in POLICIES:
-            raise InputError(f"policy {body.policy!r} is unknown; known are {', '.join(POLICIES)}")
+        if body.policy not in SERVED_POLICIES:
+            raise InputError(f"policy {body.policy!r} is unknown; known are {', '.join(SERVED_POLICIES)}")
         found = dict(await policies(body.policy, body.replica))
         if not found:
             raise UnavailableError("no engine answered; try again, or look at /v1/policy")

@@ -25,18 +25,33 @@ def connect(url: str) -> LangGraphClient:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turns the client's errors into ours. Raises UnavailableError, InputError."""
+    """Turns the client's errors into ours, also the first of several that happened at once.
+
+    Raises UnavailableError, InputError.
+    """
     try:
         yield
-    except httpx.TransportError as error:
-        raise UnavailableError(
-            f"nothing answers at {url} ({error}); start it with `pbkv serve`, or name --url"
-        ) from error
-    except (APIStatusError, httpx.HTTPStatusError) as error:
-        response = error.response
-        try:
-            detail = response.json().get("detail", response.text)
-        except ValueError:
-            detail = response.text
-        kind = InputError if response.status_code < 500 else UnavailableError
-        raise kind(f"{url} answered {response.status_code}: {detail}") from error
+    except (ExceptionGroup, httpx.HTTPError, httpx.InvalidURL, APIStatusError) as error:
+        raise _ours(url, _first(error)) from error
+
+
+def _first(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _ours(url: str, error: Exception) -> Exception:
+    if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+        return InputError(f"--url is {url!r}, which is no address ({error}); write http://HOST:PORT")
+    if isinstance(error, httpx.TransportError):
+        return UnavailableError(f"nothing answers at {url} ({error}); start it with `pbkv serve`, or name --url")
+    if not isinstance(error, APIStatusError | httpx.HTTPStatusError):
+        return error
+    response = error.response
+    try:
+        detail = response.json().get("detail", response.text)
+    except (ValueError, AttributeError):
+        detail = response.text
+    kind = InputError if response.status_code < 500 else UnavailableError
+    return kind(f"{url} answered {response.status_code}: {detail}")

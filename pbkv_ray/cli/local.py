@@ -13,15 +13,22 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from pbkv_ray.config import SERVED_POLICIES
 from pbkv_ray.errors import InputError
 
+if TYPE_CHECKING:
+    from deployments.registry import Workflows
+
 Model = Annotated[str, typer.Option(help="'default' (SmolLM2-135M-Instruct), a local folder, or a hub id")]
-Policy = Annotated[str, typer.Option(help="which KV-cache policy the engines follow")]
+Policy = Annotated[str, typer.Option(help=f"which KV-cache policy the engines follow: {', '.join(SERVED_POLICIES)}")]
+Registry = Annotated[
+    str | None, typer.Option(help="your own workflows, as module:attribute; modules of this folder are found")
+]
 console = Console(stderr=True)
 
 
@@ -37,9 +44,7 @@ def serve(
         Path | None, typer.Option(help="folder of predictor models, one folder of pbkv train each")
     ] = None,
     record: Annotated[bool, typer.Option(help="keep every run's calls for pbkv traces export")] = False,
-    registry: Annotated[
-        str | None, typer.Option(help="your own workflows, as module:attribute; modules of this folder are found")
-    ] = None,
+    registry: Registry = None,
 ) -> None:
     """Serve the workflows over HTTP until interrupted."""
     args: dict[str, Any] = {"model": model, "policy": policy, "engine_replicas": replicas, "host": host}
@@ -47,14 +52,15 @@ def serve(
     args |= {"api_keys_file": str(api_keys)} if api_keys else {}
     args |= {"record": record} | ({"predictor_models": str(models)} if models else {})
     if registry is not None:
-        args |= {"registry": _loadable(registry)}
+        workflows_of(registry)  # what is wrong with it is said before anything starts
+        args |= {"registry": registry}
     with serving(args, host, port) as url:
         console.print(f"ready at {url}  (a page to watch: {url}/, API: {url}/docs); Ctrl-C stops it")
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         stop.wait()
-        console.print("stopping")
+        console.print("stopping; runs in flight go on at the next start")
 
 
 def demo(
@@ -83,13 +89,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _loadable(registry: str) -> str:
-    """Ray's workers look into the folder that it was started from; so must we, to say at once what is wrong."""
+def workflows_of(registry: str | None) -> "Workflows":
+    """Ray's workers look into the folder that it was started from; so must we. Raises ConfigError."""
     from deployments.registry import Workflows
+    from deployments.settings import REGISTRY
 
     sys.path.insert(0, str(Path.cwd()))
-    Workflows(registry)
-    return registry
+    return Workflows(registry or REGISTRY)
 
 
 def prepare_environment() -> None:

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pbkv_ray.cli.client import DEFAULT_URL, Url, explained
+from pbkv_ray.config import SERVED_POLICIES
 from pbkv_ray.errors import UnavailableError
 
 app = typer.Typer(help="Look at the engines' cache policy, or change it while they serve.", no_args_is_help=True)
+SWITCHED = tuple(name for name in SERVED_POLICIES if name != "session")  # that one is another cache class of SGLang
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -24,7 +26,7 @@ def show(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
 
 @app.command("set")
 def choose(
-    policy: Annotated[str, typer.Argument(help="lru (SGLang's own), or a policy of ours")],
+    policy: Annotated[str, typer.Argument(help=f"one of {', '.join(SWITCHED)}")],
     replica: Annotated[str | None, typer.Option(help="one replica; default: all")] = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,

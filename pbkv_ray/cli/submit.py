@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from pbkv_ray.cli.client import DEFAULT_URL, Url, connect, explained
+from pbkv_ray.cli.local import Registry, workflows_of
 from pbkv_ray.cli.report import RunReport, as_table, print_table, report_run
 from pbkv_ray.errors import InputError
+from workflows.records import records
 
 Job = tuple[str, dict[str, Any]]  # workflow, input
 
@@ -27,12 +29,13 @@ def submit(
     limit: Annotated[int | None, typer.Option(min=1, help="take the first so many inputs")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="runs in flight")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    registry: Registry = None,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Submit runs and wait for them. Without --input and --file, the workflow's own samples."""
-    inputs = list(islice(_inputs(workflow, input, file), limit))
+    inputs = list(islice(_inputs(workflow, input, file, registry), limit))
     if not inputs:
-        raise InputError(f"{file} holds no input for {workflow}")
+        raise InputError(f"{file or 'its samples'}: there is no input for {workflow}; give --input or --file")
     reports = asyncio.run(run_jobs(url, [(workflow, one) for one in inputs], concurrency, quiet=as_json))
     if as_json:
         json.dump({"runs": [run.as_json() for run in reports]}, sys.stdout, indent=1)
@@ -43,9 +46,8 @@ def submit(
         raise typer.Exit(1)
 
 
-def _inputs(workflow: str, text: str | None, file: Path | None) -> Iterable[dict[str, Any]]:
-    from workflows.registry import get
-
+def _inputs(workflow: str, text: str | None, file: Path | None, registry: str | None) -> Iterable[dict[str, Any]]:
+    """The server checks them; here only what reads the file and makes the samples must be known."""
     if text is not None and file is not None:
         raise InputError("--input and --file were both given; name one")
     if text is not None:
@@ -56,17 +58,22 @@ def _inputs(workflow: str, text: str | None, file: Path | None) -> Iterable[dict
         if not isinstance(value, dict):
             raise InputError(f"--input is a JSON {type(value).__name__}; it must be an object")
         return [value]
-    spec = get(workflow)
-    if file is None:
-        return spec.samples()
-    if not file.exists():
+    if file is not None and not file.exists():
         raise InputError(f"--file {file} does not exist")
-    return spec.read(file)
+    specs = {spec.name: spec for spec in workflows_of(registry)}
+    if (spec := specs.get(workflow)) is not None:
+        return spec.samples() if file is None else spec.read(file)
+    if file is not None:
+        return records(file)
+    raise InputError(
+        f"workflow {workflow!r} is not one of {', '.join(sorted(specs))}, whose samples are known here; give --input, "
+        "--file, or for the samples of your own --registry module:attribute"
+    )
 
 
 async def run_jobs(url: str, jobs: Sequence[Job], concurrency: int, *, quiet: bool = False) -> list[RunReport]:
     """Runs all jobs, `concurrency` at a time; reports in the order of `jobs`."""
-    client, free = connect(url), asyncio.Semaphore(concurrency)
+    free = asyncio.Semaphore(concurrency)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"), disable=quiet, console=Console(stderr=True),
@@ -86,6 +93,7 @@ async def run_jobs(url: str, jobs: Sequence[Job], concurrency: int, *, quiet: bo
             return report
 
     with explained(url), progress:
+        client = connect(url)
         for workflow, _ in jobs:
             if workflow not in bars:
                 total = sum(name == workflow for name, _ in jobs)

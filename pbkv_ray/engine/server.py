@@ -33,6 +33,7 @@ from pbkv_ray.engine.requests import prompt_of, reply_of, request_of, translated
 from pbkv_ray.errors import ConfigError, EngineError, EngineLostError, InputError
 
 HEALTH_POLL_S = 0.05
+REPORT_POLLS = 50  # 2.5 s; the engine reports once a second (engine.facts)
 MAX_MISSED = 4_096  # reports that wait for the end of their calls
 DEATH_NOTICE_S = 1.0  # for the errors of the calls in flight to leave the process before it may end
 
@@ -199,12 +200,25 @@ class EngineServer:
         if not await asyncio.to_thread(self._link.order, policy, timeout_s):
             raise EngineError(f"the engine of replica {self.replica} has not heard of policy {policy}; it is tried on")
         self.policy = policy
+        for _ in range(REPORT_POLLS):  # so that `policy_state` does not tell of before
+            if self._reported(policy):
+                break
+            await asyncio.sleep(HEALTH_POLL_S)
+
+    def _reported(self, policy: str) -> bool:
+        overseen = self.metrics.overseen
+        if overseen is None:
+            return True
+        return (overseen.state == "ordered") == (policy == "lru") and policy in ("lru", overseen.policy)
 
     def policy_state(self) -> dict[str, Any]:
         """Which policy is wanted here, who is in charge, and what LRU would have hit; as of the last report."""
-        overseen = self.metrics.overseen
         state = {"started_with": self.options.policy, "policy": self.policy}
-        return state if overseen is None else {**asdict(overseen), **state, "follows": overseen.policy}
+        if (overseen := self.metrics.overseen) is None:
+            return state
+        told = asdict(overseen)
+        told["shadow_error"] = told.pop("error")  # "error" is what is said of an engine that does not obey
+        return {**told, **state, "follows": overseen.policy}
 
     async def check_health(self, timeout_s: float = 20.0) -> None:
         """Ask the scheduler for one token. Raises EngineError when it is dead or gives no sign in `timeout_s`.

@@ -109,6 +109,7 @@ async def test_an_operator_puts_lru_in_charge_and_gives_back_while_it_serves(
 ) -> None:
     server, facts = pbkv
     await server.switch_policy("lru")
+    assert server.policy_state()["state"] == "ordered"
     await heard(facts, Overseen, lambda o: o.state == "ordered")
     wanted = text(server, "wanted: ", 200)
     await answer(server, call(wanted, run="switch", agent="coder", max_tokens=2))
@@ -122,5 +123,6 @@ async def test_an_operator_puts_lru_in_charge_and_gives_back_while_it_serves(
     back = await heard(facts, Overseen, lambda o: o.state == "policy")
     assert isinstance(back, Overseen)
     assert (back.policy, back.watches, back.failures) == ("pbkv", True, 0)
-    assert (server.policy_state()["policy"], server.policy_state()["follows"]) == ("pbkv", "pbkv")
+    said = server.policy_state()
+    assert (said["policy"], said["follows"], said["state"], "error" in said) == ("pbkv", "pbkv", "policy", False)
     assert 'pbkv_engine_shadow_state{replica="r1",state="policy"} 1.0' in server.metrics_text()

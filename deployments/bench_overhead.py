@@ -49,6 +49,7 @@ def measure(model: str, calls: int, words: int, output_tokens: int, progress: Ca
     start_ray(2)
     try:
         replica = serve.deployment(BareReplica, name="Engine", **serve_options(options, EngineDeploymentOptions()))
+        serve.start(proxy_location="Disabled")  # else its proxy shares port 8000 with whoever serves there
         handle = serve.run(replica.bind(options), name=APPLICATION, route_prefix=None)
         return asyncio.run(_alternate(handle, calls, words, output_tokens, progress)) | {
             "setup": {"model": model, "calls": calls, "prompt_words": words, "output_tokens": output_tokens}

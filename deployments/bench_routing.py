@@ -180,6 +180,7 @@ def _engines(engine: EngineOptions, bench: RoutingBench) -> Iterator[None]:
     start_controller(APPLICATION, ControllerOptions())
     replica = serve.deployment(TokenReplica, name="Engine", **serve_options(engine, deployment))
     try:
+        serve.start(proxy_location="Disabled")  # else its proxy shares port 8000 with whoever serves there
         serve.run(replica.bind(engine, 240.0), name=APPLICATION, route_prefix=None)
         yield
     finally:

@@ -6,12 +6,18 @@ no call waits for the controller, except the first one of a run that the copy do
 count what they have sent: a prompt on its way is as good as cached for the run's next call (siblings of a fan-out
 follow the first), and its tokens wait at the replica until the replica had the time to compute them.
 
+All replicas count as equally fast, at the median of the rates that they report. A rate says what a replica happened to
+compute more than what it can: small batches are mostly overhead, deep ones attention. Compared with each other, they
+sent all runs to the replica that had the first long prompt, for ever, since only that one was measured again. Whoever
+is really slower has the longer queue.
+
 Everything is soft: a table that starts empty places runs where reports say that their context is.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median_high
 from typing import TypeVar
 
 from pbkv_ray.core.places import Changes, Place, ReplicaNews
@@ -47,6 +53,7 @@ class Routes:
         self._changed: OrderedDict[str, int] = OrderedDict()  # run -> version, oldest first
         self._forgotten = 0  # changes up to here are not remembered one by one
         self._usual = 1_000.0
+        self._prefill_tokens_s = self._load_tokens_s = 0.0  # medians; 0: nobody has told
 
     def __len__(self) -> int:
         return len(self._places)
@@ -128,6 +135,13 @@ class Routes:
         known.news = news
         known.waiting = max(news.queued_tokens, sum(tokens for _, tokens in known.sent))
         known.at_s = at_s
+        self._prefill_tokens_s = self._median(r.news.prefill_tokens_s for r in self.replicas.values())
+        self._load_tokens_s = self._median(r.news.load_tokens_s for r in self.replicas.values())
+
+    @staticmethod
+    def _median(rates: Iterable[float]) -> float:
+        told = [rate for rate in rates if rate > 0]
+        return median_high(told) if told else 0.0
 
     # Runs
 
@@ -238,14 +252,12 @@ class Routes:
         known = self.replicas.get(name)
         expected = float(self._expected.get(name, 0.0))
         if known is None:
-            return ReplicaFacts(expected_tokens=expected)
-        news = known.news
-        return ReplicaFacts(
-            self._waiting(known, at_s), expected, news.prefill_tokens_s, news.load_tokens_s, news.draining
-        )
+            return ReplicaFacts(0.0, expected, self._prefill_tokens_s, self._load_tokens_s)
+        waiting, draining = self._waiting(known, at_s), known.news.draining
+        return ReplicaFacts(waiting, expected, self._prefill_tokens_s, self._load_tokens_s, draining)
 
     def _waiting(self, known: _Replica, at_s: float) -> float:
-        rate = known.news.prefill_tokens_s or self.options.prefill_tokens_s
+        rate = self._prefill_tokens_s or self.options.prefill_tokens_s
         return max(0.0, known.waiting - rate * max(0.0, at_s - known.at_s))
 
     def _held(self, name: str, place: Place, root: str, at_s: float) -> Held:

@@ -33,6 +33,14 @@ def test_new_runs_spread_and_their_calls_stay_at_home():
     ]
 
 
+def test_new_runs_spread_whatever_rates_the_replicas_happened_to_measure():
+    """One had a long prompt, one the few tokens of a warm-up, one nothing yet."""
+    routes = table()
+    for replica, rate in ("a", 9_000.0), ("b", 60.0), ("c", 0.0):
+        routes.report(replica, "epoch-1", {}, 0, at_s=0.0, prefill_tokens_s=rate)
+    assert [routed(routes, f"r{n}", 2_000, 100.0 * n)[0] for n in range(6)] == ["a", "b", "c", "a", "b", "c"]
+
+
 def test_a_run_whose_home_is_overloaded_moves_once_and_its_new_home_is_remembered():
     routes = table("a", "b")
     assert routed(routes, "r", 2_000, 1.0) == ("a", "placed")

@@ -15,7 +15,7 @@ from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.control.actor import start_controller, stop_controller
 from pbkv_ray.control.client import ControllerClient
 from pbkv_ray.core.calls import Call, Caller, Message, Reply
-from pbkv_ray.core.events import Batch, RunStarted
+from pbkv_ray.core.events import Batch, RunEnded, RunStarted
 from pbkv_ray.routing.metrics import router_text
 from tests.shells.engine_kit import answer, becomes
 
@@ -60,7 +60,7 @@ async def transport(ray_cluster: None, engine_options: EngineOptions) -> AsyncIt
 
 
 def prefix(name: str) -> str:
-    return " ".join(f"{name}{number}" for number in range(900))
+    return " ".join(f"{name}{number}" for number in range(1_080))
 
 
 def call(run: str, text: str) -> Call:
@@ -70,6 +70,12 @@ def call(run: str, text: str) -> Call:
 async def fan_out(transport: HandleTransport, runs: list[str], shared: str) -> list[Reply]:
     asked = (call(run, f"{shared} Question {number}?") for number, run in enumerate(runs))
     return list(await asyncio.gather(*(answer(transport, one) for one in asked)))
+
+
+async def end(runs: list[str]) -> None:
+    """A run that lives counts at its home with what its next call will bring."""
+    events = tuple(RunEnded(run, "completed", 2.0) for run in runs)
+    await ControllerClient(APP, timeout_s=30.0).send(Batch(f"end of {runs[0]}", 0, events))
 
 
 def times_computed(replies: list[Reply], cold_tokens: int) -> float:
@@ -84,6 +90,7 @@ async def test_eight_calls_of_a_run_compute_their_cold_prefix_once(transport: Ha
     again = await fan_out(transport, ["run-1"] * 3, prefix("alpha"))
     assert {reply.replica for reply in again} == {replies[0].replica}
     assert times_computed(again, replies[0].prompt_tokens) < 0.2
+    await end(["run-1"])
 
 
 async def test_eight_sub_agents_with_runs_of_their_own_do_so_too(transport: HandleTransport) -> None:
@@ -93,6 +100,7 @@ async def test_eight_sub_agents_with_runs_of_their_own_do_so_too(transport: Hand
     replies = await fan_out(transport, runs, prefix("beta"))
     assert len({reply.replica for reply in replies}) == 1
     assert times_computed(replies, replies[0].prompt_tokens) <= 2.0
+    await end(runs)
 
 
 async def test_runs_spread_and_stay(transport: HandleTransport) -> None:

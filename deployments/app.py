@@ -6,6 +6,8 @@ pbkv serve, pbkv demo                    on this machine
 
 import logging
 import os
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import ray
@@ -139,6 +141,7 @@ def stop_application(name: str = APPLICATION) -> None:
 
 def stop_local() -> None:
     """Ends the application, its controller and Ray."""
-    serve.shutdown()
-    stop_controller(APPLICATION)
-    ray.shutdown()
+    with redirect_stdout(StringIO()):  # Ray prints there that Serve's controller, which ends itself, has died
+        serve.shutdown()
+        stop_controller(APPLICATION)
+        ray.shutdown()

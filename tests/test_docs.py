@@ -19,7 +19,7 @@ from tests.shells.gateway_kit import Kit
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SERVER = "http://127.0.0.1:8000"
-WRITTEN_BY_THE_READER = {"mine.py", "full.txt"}
+WRITTEN_BY_THE_READER = {"mine.py", "full.txt", "dist/"}
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:

@@ -180,7 +180,7 @@ def test_submit_prints_one_json_row_a_run(url: str, monkeypatch: pytest.MonkeyPa
         (["submit", "echo", "--input", "{"], "--input is no JSON"),
         (["submit", "echo", "--input", "[1]"], "--input is a JSON list; it must be an object"),
         (["submit", "hover", "--file", "missing.json"], "--file missing.json does not exist"),
-        (["submit", "no-such", "--limit", "1"], "workflow 'no-such' is unknown; known are finance, hover, swe"),
+        (["submit", "no-such", "--limit", "1"], "workflow 'no-such' is not one of finance, hover, swe, whose"),
     ],
 )
 def test_bad_input_ends_with_a_sentence(arguments: list[str], said: str):

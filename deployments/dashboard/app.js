@@ -1,6 +1,6 @@
 // The overview: counts, rates, replicas, runs. A page of the runs is chosen by the server; this file only shows it.
 
-import { Feed, hasKey, keyIs } from "./feed.js";
+import { Feed, hasKey, json, keyIs } from "./feed.js";
 import { bar, brief, chart, fill, h, keyed, letters, number, percent, span, tint } from "./draw.js";
 import { RunPage } from "./run.js";
 
@@ -52,6 +52,7 @@ function show(snapshot) {
   showRates(rates);
   showReplicas(snapshot);
   showRuns(snapshot);
+  showEnded(snapshot);
   page.heard(snapshot);
 }
 
@@ -154,14 +155,17 @@ function now(row) {
 
 const opened = (run) => `#run=${encodeURIComponent(run)}`;
 
+// A row that opens the run's page; the last two of its cells hold numbers.
+function lineOf(run, cells) {
+  const link = h("a", { href: opened(run), title: run }, h("span", { class: `piece ${tint(run)}`, "aria-hidden": true }), run.replace(/^ext:/, "").slice(0, 12));
+  const line = h("tr", {}, h("th", { scope: "row" }, link), ...Array.from({ length: cells }, (_, at) => h("td", at >= cells - 2 ? { class: "n" } : {})));
+  line.addEventListener("click", (event) => { if (event.target.tagName !== "A" && !String(getSelection())) location.hash = opened(run); });
+  return line;
+}
+
 function showRuns({ runs, queue, at_s }) {
   const body = $("runs").tBodies[0];
-  keyed(body, runs.rows, (row) => row.run_id, (row) => {
-    const link = h("a", { href: opened(row.run_id), title: row.run_id }, h("span", { class: `piece ${tint(row.run_id)}`, "aria-hidden": true }), row.run_id.replace(/^ext:/, "").slice(0, 12));
-    const line = h("tr", {}, h("th", { scope: "row" }, link), ...Array.from({ length: 9 }, (_, at) => h("td", at > 6 ? { class: "n" } : {})));
-    line.addEventListener("click", (event) => { if (event.target.tagName !== "A" && !String(getSelection())) location.hash = opened(row.run_id); });
-    return line;
-  }, (line, row) => {
+  keyed(body, runs.rows, (row) => row.run_id, (row) => lineOf(row.run_id, 9), (line, row) => {
     const cells = line.querySelectorAll("td"), steps = row.forecast ?? [];
     const found = row.prompt_tokens ? percent((row.device_cached_tokens + row.host_cached_tokens) / row.prompt_tokens) : DASH;
     fill(cells[0], row.workflow, row.workflow || h("span", { class: "quiet" }, "unknown"));
@@ -175,7 +179,7 @@ function showRuns({ runs, queue, at_s }) {
   const workflows = Object.entries(runs.workflows).map(([name, count]) => `${name || "unknown"} ${number(count)}`).join(", ");
   $("runs-note").textContent = workflows;
   $("none").hidden = runs.rows.length > 0;
-  $("none").textContent = runs.active ? "No run matches." : "No run is in flight. Start one: pbkv submit hover --limit 3";
+  $("none").textContent = runs.active ? "No run matches." : "No run is in flight. Start some: pbkv submit WORKFLOW";
   const last = runs.offset + runs.rows.length;
   const unlisted = runs.active > runs.listed ? `; the ${number(runs.listed)} oldest of ${number(runs.active)} are listed` : "";
   const said = runs.matched ? `${runs.offset + 1} to ${last} of ${number(runs.matched)}${unlisted}` : "";
@@ -187,6 +191,24 @@ function showRuns({ runs, queue, at_s }) {
   fill($("queue").firstElementChild, [queue.pending.length, queue.more], `${queue.pending.length}${queue.more ? " or more" : ""} wait for a runner`);
   fill($("queue").lastElementChild, queue.pending, queue.pending.map((run) => h("li", {}, h("a", { href: opened(run.run_id) }, run.run_id), ` ${run.workflow} `,
     h("span", { class: "quiet" }, run.queue ? `${run.queue.position ? `number ${number(run.queue.position)}` : "far behind"}: ${run.queue.reason}` : ""))));
+}
+
+// The stream tells of runs in flight only: the others are asked for when these have changed.
+const ended = { rows: [], of: null, next_s: 0 };
+const LATEST = 50, SHOWN = 8, PAUSE_S = 3;
+
+async function showEnded({ runs, at_s }) {
+  const of = `${runs.active} ${runs.rows.map((row) => row.run_id).join(" ")}`;
+  if (of !== ended.of && at_s >= ended.next_s) {
+    Object.assign(ended, { of, next_s: at_s + PAUSE_S });
+    const latest = await json(`/v1/runs?limit=${LATEST}`).catch(() => []);
+    ended.rows = latest.filter((run) => run.ended_at).slice(0, SHOWN);
+  }
+  $("ended").hidden = !ended.rows.length;
+  keyed($("ended-runs").tBodies[0], ended.rows, (run) => run.run_id, (run) => lineOf(run.run_id, 4), (line, run) => {
+    const told = [run.workflow ?? "", run.status, run.seconds === undefined ? DASH : span(run.seconds), span(at_s - Date.parse(run.ended_at) / 1000)];
+    line.querySelectorAll("td").forEach((cell, at) => fill(cell, told[at], told[at]));
+  });
 }
 
 function turn(by) {

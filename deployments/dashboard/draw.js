@@ -76,7 +76,7 @@ export function chart(title, lines, { most, unit, minutes }) {
   const known = lines.filter((line) => line.now !== null);
   const top = most ?? Math.max(1, ...known.flatMap((line) => line.values.filter((value) => value !== null)));
   const count = Math.max(2, ...known.map((line) => line.values.length));
-  const paths = known.map((line) => {
+  const paths = known.filter((line) => most || line.values.some((value) => value)).map((line) => {
     let path = "", pen = false;
     line.values.forEach((value, index) => {
       if (value === null) { pen = false; return; }

@@ -1,7 +1,7 @@
 // One run: its calls, what each found in which tier, and why it did not find the rest.
 
 import { json } from "./feed.js";
-import { bar, fill, h, letters, number, percent, span, tint } from "./draw.js";
+import { bar, brief, fill, h, letters, number, percent, span, tint } from "./draw.js";
 
 const CAUSES = {
   never_cached: "new: nobody had computed it here",
@@ -25,7 +25,7 @@ export class RunPage {
     this.node.hidden = run === null;
     if (run === this.run) return;
     this.run = run;
-    this.row = this.workflow = null;
+    this.row = null;
     this.node.dataset.was = "";
     if (run === null) return;
     this.node.replaceChildren(h("p", { class: "quiet" }, "Loading."));
@@ -40,12 +40,7 @@ export class RunPage {
   async load() {
     const run = this.run, path = `/v1/runs/${encodeURIComponent(run)}`;
     const [about, calls, kv] = await Promise.all([path, `${path}/calls`, `${path}/kv`].map((one) => json(one).catch((error) => ({ error }))));
-    // A run names its workflow by the assistant's id.
-    const named = about.assistant_id && !this.workflow
-      ? await json(`/assistants/${encodeURIComponent(about.assistant_id)}`).catch(() => ({}))
-      : {};
     if (run !== this.run) return;
-    this.workflow ??= named.name;
     this.show(about, calls.error ? [] : calls, kv.error ? null : kv);
     const ended = about.error || !["pending", "running"].includes(about.status);
     if (!ended) this.timer = setTimeout(() => this.load(), AGAIN_MS);
@@ -58,9 +53,9 @@ export class RunPage {
     const title = h("h2", { id: "run-title" }, h("span", { class: `piece ${tint(this.run)}`, "aria-hidden": true }, letters(this.run)), " ", this.run);
     const facts = known
       ? [
-          ["workflow", this.workflow ?? this.row?.workflow],
+          ["workflow", known.workflow ?? this.row?.workflow],
           ["status", known.status],
-          ["started", known.started_at?.replace("T", " ").slice(0, 19)],
+          ["started", known.started_at && `${known.started_at.replace("T", " ").slice(0, 19)} UTC`],
           ["took", known.seconds !== undefined ? span(known.seconds) : null],
           ["attempt", known.attempt > 1 ? known.attempt : null],
           ["calls", calls.length],
@@ -76,7 +71,7 @@ export class RunPage {
   calls(calls, seen, kv) {
     const sums = calls.reduce((all, call) => ({ prompt: all.prompt + call.prompt_tokens, device: all.device + call.device_cached_tokens, host: all.host + call.host_cached_tokens }), { prompt: 0, device: 0, host: 0 });
     const share = (tokens) => (sums.prompt ? percent(tokens / sums.prompt) : "0 %");
-    const head = ["Call", "Agent", "Replica", "Prompt", "What the prompt found", "Why not the rest"].map((name, at) => h("th", { scope: "col", class: at === 3 ? "n" : null }, name));
+    const head = ["Call", "Agent", "Replica", "Took", "Output", "Prompt", "What the prompt found", "Why not the rest"].map((name, at) => h("th", { scope: "col", class: at > 2 && at < 6 ? "n" : null }, name));
     const table = h("table", { id: "calls" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, calls.map((call) => this.call(call, seen.get(call.order)))));
     return [
       h("p", {}, `${number(sums.prompt)} prompt tokens in ${calls.length === 1 ? "one call" : `${number(calls.length)} calls`}: ${share(sums.device)} found in the device tier, ${share(sums.host)} in the host tier, ${share(sums.prompt - sums.device - sums.host)} computed.`),
@@ -106,7 +101,7 @@ export class RunPage {
     const route = cache?.routed?.reason;
     return h("tr", {}, h("th", { scope: "row" }, `${call.order ?? ""}`), h("td", {}, call.agent, h("small", { class: "quiet" }, ` step ${call.step}`)),
       h("td", { title: call.replica }, (call.replica ?? "").split("#").at(-1).slice(0, 10), route ? h("small", { class: "quiet" }, ` ${route}`) : null),
-      h("td", { class: "n" }, number(prompt)),
+      h("td", { class: "n" }, call.seconds === undefined ? "" : `${brief(call.seconds)} s`), h("td", { class: "n" }, number(call.output_tokens)), h("td", { class: "n" }, number(prompt)),
       h("td", { class: "found" }, bar(`call ${call.order} by ${call.agent}: ${told} of ${number(prompt)} tokens`, parts, Math.max(1, prompt)), h("small", {}, told)),
       h("td", {}, why));
   }

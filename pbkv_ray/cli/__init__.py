@@ -1,12 +1,14 @@
 """The `pbkv` command. Each subcommand lives beside what it drives and is imported only when it runs."""
 
 import sys
+import warnings
 
 import typer
 from rich.console import Console
 
 from pbkv_ray.errors import PbkvError
 
+HELP = "LangGraph workflows behind HTTP, on SGLang engines that keep in the KV cache what is used next."
 errors = Console(stderr=True)
 
 
@@ -18,7 +20,7 @@ def build_app() -> typer.Typer:
     from pbkv_ray.replay import cli as replay
     from pbkv_ray.replay.bench_cli import bench_app
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
     app.command("serve")(local.serve)
     app.command("demo")(local.demo)
     app.command("submit")(submit.submit)
@@ -41,6 +43,8 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Ends with 0, with 1 when something of ours failed, with 2 when the request was wrong."""
+    # SGLang warns at each import of kernels that a machine without its GPU cannot have.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(sglang|torch|transformers)\b")
     try:
         build_app()()
     except PbkvError as error:

@@ -127,7 +127,7 @@ def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
     if not _is_free(host, port):
         raise InputError(f"port {port} of {host} is taken; name another with --port")
     checked = AppArgs.checked(args)
-    with console.status("starting Ray and the engine (about a minute on two cores)"):
+    with console.status("starting Ray and the engine (about a minute on two cores, longer the first time)"):
         run_local(checked, host, port)
     try:
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"

@@ -56,7 +56,14 @@ async def test_many_runs_are_one_page_and_a_click_shows_what_a_run_missed(tmp_pa
     async def run(thread_id: str | None, run_id: str) -> dict[str, Any]:
         return {"run_id": run_id, "assistant_id": "hover", "status": "success", "metadata": {}}
 
+    async def latest(thread_id: str | None, status: str | None, limit: int, offset: int) -> list[dict[str, Any]]:
+        if status is not None:
+            return []
+        times = {"ended_at": "1970-01-01T00:16:00+00:00", "seconds": 12.0}
+        return [{**await run(None, "yesterday"), **times}, {**await run(None, "going"), "status": "running"}]
+
     kit.service.run_calls, kit.service.run_kv, kit.service.get_run = calls, kv, run  # type: ignore[assignment,method-assign]
+    kit.service.list_runs = latest  # type: ignore[assignment,method-assign]
     async with kit.served() as url, browser() as tab:
         await tab.look(1400, 1000)
         await tab.go(url)
@@ -64,6 +71,8 @@ async def test_many_runs_are_one_page_and_a_click_shows_what_a_run_missed(tmp_pa
         assert "1,001" in await text(tab, "#counts")
         assert "1 to 50 of 500; the 500 oldest of 1,001 are listed" in await text(tab, "#page")
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        assert await tab.until("document.querySelectorAll('#ended-runs tbody tr').length") == 1
+        assert (await text(tab, "#ended-runs tbody")).split()[:4] == ["yesterday", "hover", "success", "12"]
         await shot(tab, tmp_path, "overview")
         await tab.look(1400, 1000, dark=True)
         await shot(tab, tmp_path, "dark")
@@ -123,7 +132,7 @@ async def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab() -> None
         assert await tab.value("Object.values(sessionStorage)") == [KEY]
         assert await tab.value("Object.values(localStorage)") == []
         # None of these runs is the tenant's.
-        assert await text(tab, "#none") == "No run is in flight. Start one: pbkv submit hover --limit 3"
+        assert await text(tab, "#none") == "No run is in flight. Start some: pbkv submit WORKFLOW"
         assert all(address.startswith(url) for address in tab.requests if address != "about:blank")
 
 

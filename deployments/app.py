@@ -140,7 +140,9 @@ def stop_application(name: str = APPLICATION) -> None:
 
 
 def stop_local() -> None:
-    """Ends the application, its controller and Ray."""
+    """Ends the application, its controller and Ray, as far as they have started."""
+    if not ray.is_initialized():  # Serve would start it
+        return
     with redirect_stdout(StringIO()):  # Ray prints there that Serve's controller, which ends itself, has died
         serve.shutdown()
         stop_controller(APPLICATION)

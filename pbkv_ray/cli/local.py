@@ -127,9 +127,9 @@ def serving(args: dict[str, Any], host: str, port: int) -> Iterator[str]:
     if not _is_free(host, port):
         raise InputError(f"port {port} of {host} is taken; name another with --port")
     checked = AppArgs.checked(args)
-    with console.status("starting Ray and the engine (about a minute on two cores, longer the first time)"):
-        run_local(checked, host, port)
-    try:
+    try:  # stopped in an orderly way also when it is interrupted while it starts: Ray's own end is a crash then
+        with console.status("starting Ray and the engine (a minute on two cores, more the first time)"):
+            run_local(checked, host, port)
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     finally:
         with console.status("stopping"):

@@ -45,3 +45,17 @@ def test_a_fresh_home_gets_a_ray_token_that_only_its_owner_reads(tmp_path: Path,
     assert (len(made), oct(token.stat().st_mode)[-3:]) == (64, "600")
     prepare_environment()
     assert token.read_text() == made
+
+
+def test_a_start_that_is_interrupted_stops_what_has_started(monkeypatch: pytest.MonkeyPatch):
+    from pbkv_ray.cli.local import free_port, serving
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stopped = list[str]()
+    monkeypatch.setattr("deployments.app.run_local", interrupted)
+    monkeypatch.setattr("deployments.app.stop_local", lambda: stopped.append("all"))
+    with pytest.raises(KeyboardInterrupt), serving({}, "127.0.0.1", free_port()):
+        pass
+    assert stopped == ["all"]

@@ -25,6 +25,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.handle import DeploymentHandle
 
 from deployments.app import start_ray
 from deployments.engine import EngineDeploymentOptions, EngineReplica, serve_options
@@ -43,7 +44,7 @@ from pbkv_ray.routing.asked import Asked
 from pbkv_ray.routing.router import PbkvRouter
 
 Json = dict[str, Any]
-APPLICATION = "pbkv-bench-routing"
+APPLICATION, ENGINE = "pbkv-bench-routing", "Engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class TokenReplica(EngineReplica):
         }
 
 
-CHOOSING_S: list[float] = []  # of this process's router: seconds from a call to its replica
+CHOOSING_S: dict[type, list[float]] = {}  # router class of this process -> seconds from a call to its replica
 
 
 class _Timed:
@@ -85,7 +86,7 @@ class _Timed:
         try:
             return await super()._choose_replica_for_request(*args, **kwargs)  # type: ignore[misc]
         finally:
-            CHOOSING_S.append(time.perf_counter() - began)
+            CHOOSING_S.setdefault(type(self), []).append(time.perf_counter() - began)
 
 
 class TimedPbkv(_Timed, PbkvRouter):
@@ -178,7 +179,7 @@ def _engines(engine: EngineOptions, bench: RoutingBench) -> Iterator[None]:
         environment={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
     )
     start_controller(APPLICATION, ControllerOptions())
-    replica = serve.deployment(TokenReplica, name="Engine", **serve_options(engine, deployment))
+    replica = serve.deployment(TokenReplica, name=ENGINE, **serve_options(engine, deployment))
     try:
         serve.start(proxy_location="Disabled")  # else its proxy shares port 8000 with whoever serves there
         serve.run(replica.bind(engine, 240.0), name=APPLICATION, route_prefix=None)
@@ -191,11 +192,12 @@ def _engines(engine: EngineOptions, bench: RoutingBench) -> Iterator[None]:
 @contextmanager
 def _handle(router: str) -> Iterator[Any]:
     """A handle of this process whose router is of the named class, whatever the deployment's is: a handle makes its
-    router when it first hears of the deployment, so the class is exchanged around the first call."""
+    router when it first hears of the deployment, so the class is exchanged around the first call. Serve keeps the
+    handles that it gives out, with their routers: this one is made by hand."""
     stock = RequestRouterConfig.get_request_router_class
     RequestRouterConfig.get_request_router_class = lambda config: ROUTERS[router]
     try:
-        handle = serve.get_app_handle(APPLICATION)
+        handle = DeploymentHandle(ENGINE, APPLICATION)
         handle.load.remote().result()
     finally:
         RequestRouterConfig.get_request_router_class = stock
@@ -214,7 +216,7 @@ class _Loop:
         self._queue = [(n, replace(run, run_id=f"{router}:{run.run_id}")) for n, run in enumerate(workload.runs)][::-1]
         self._controller = ControllerClient(APPLICATION, timeout_s=30.0)
         self._pump = EventPump(f"bench-{router}", self._controller.send)
-        self._prompt = self._device = self._host = 0
+        self._calls = self._prompt = self._device = self._host = 0
         self._computed: Counter[str] = Counter()
         self._homes: list[int] = []
         self._run_s: list[float] = []
@@ -229,12 +231,15 @@ class _Loop:
         wall_s = time.perf_counter() - began
         await self._pump.close()
         mean = sum(self._computed.values()) / self._bench.replicas
+        chosen = CHOOSING_S.get(ROUTERS[self._router], [])
+        if len(chosen) < self._calls:
+            raise EngineError(f"{self._router} chose for {len(chosen)} of {self._calls} calls; nothing was measured")
         return {
             "device_hit": round(self._device / max(1, self._prompt), 4),
             "host_hit": round(self._host / max(1, self._prompt), 4),
             "run_seconds": spread(self._run_s),
             "imbalance": round(max(self._computed.values()) / max(1.0, mean), 3),
-            "choosing_ms": spread([1e3 * seconds for seconds in CHOOSING_S]),
+            "choosing_ms": spread([1e3 * seconds for seconds in chosen]),
             "computed_tokens": sum(self._computed.values()),
             "replicas_per_run": round(float(np.mean(self._homes)), 2),
             "wall_seconds": round(wall_s, 1),
@@ -287,6 +292,7 @@ class _Loop:
                 got["replica"],
             )
         )
+        self._calls += 1
         self._prompt += got["prompt"]
         self._device += got["device"]
         self._host += got["host"]

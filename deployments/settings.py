@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deployments.http.options import GatewayOptions, check_exposure
 from pbkv_ray.config import ControllerOptions, EngineOptions
 from pbkv_ray.errors import ConfigError
+from pbkv_ray.store.database import async_url
 
 APPLICATION = "pbkv"  # its name in Ray Serve, if no other is given
 REGISTRY = "workflows.registry:REGISTRY"  # the shipped workflows
@@ -68,6 +69,7 @@ class AppArgs(BaseModel):
             where = ".".join(map(str, first["loc"])) or "arguments"
             raise ConfigError(f"{where} is {first.get('input')!r}: {first['msg']}") from error
         args.engine_options()
+        async_url(args.database_url(APPLICATION))
         if args.admission and args.device_pool_tokens == 0:
             raise ConfigError("admission needs device_pool_tokens: what fits a pool of unknown size cannot be told")
         check_exposure(args.host, args.gateway_options())

@@ -80,7 +80,7 @@ class Guard:
             raise RefusedError(
                 421,
                 f"host {shown(host)} is none of ours; without API keys only loopback names are served: "
-                "set api_keys, or add the name to allowed_hosts",
+                "set api_keys_file (--api-keys), or add the name to allowed_hosts",
             )
         return None
 

@@ -68,5 +68,5 @@ def check_exposure(host: str, options: GatewayOptions) -> None:
     if not options.api_keys and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} is reachable from other machines and no API key is set; "
-            "set api_keys, or listen on 127.0.0.1"
+            "set api_keys_file (--api-keys), or listen on 127.0.0.1"
         )

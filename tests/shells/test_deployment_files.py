@@ -68,7 +68,7 @@ def test_the_serve_file_passes_rays_schema_and_ours():
     schema = ServeDeploySchema(**yaml.safe_load((ROOT / "serve.yaml").read_text()))
     (application,) = schema.applications
     assert application.import_path == "deployments.app:build"
-    assert AppArgs.checked(application.args).engine_options().policy == "lru"
+    assert AppArgs.checked(application.args).engine_options().policy == "pbkv+"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_the_serve_file_passes_rays_schema_and_ours():
         ({"policy": "magic"}, "policy 'magic' is unknown; known are lru, session"),
         ({"engine_replicas": 0}, "engine_replicas is 0"),
         ({"host": "0.0.0.0"}, "host '0.0.0.0' is reachable from other machines and no API key is set"),
+        ({"database": "mysql://db/pbkv"}, "store URL names 'mysql'; known are sqlite:///FILE and postgresql://"),
         ({"runner_replicas": 2}, "runner_replicas is 2 and the database is SQLite"),
         ({"api_keys_file": "/no/such/file"}, "api_keys_file /no/such/file cannot be read"),
     ],

@@ -70,7 +70,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the runs to this file")] = None,
 ) -> None:
     """Run samples of every workflow at the same time, on a real engine, and show what they did."""
-    from pbkv_ray.cli.report import as_table, print_table
+    from pbkv_ray.cli.report import as_table, print_failures, print_table
     from pbkv_ray.cli.submit import run_jobs
     from workflows.registry import REGISTRY
 
@@ -83,6 +83,7 @@ def demo(
             console.print(f"{len(jobs)} runs of {', '.join(REGISTRY)}, all at once")
             reports = asyncio.run(run_jobs(url, jobs, concurrency=len(jobs)))
     print_table(as_table(reports))
+    print_failures(reports)
     if json_file is not None:
         json_file.write_text(json.dumps({"runs": [run.as_json() for run in reports]}, indent=1) + "\n")
     if any(run.status != "success" for run in reports):

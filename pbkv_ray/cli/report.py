@@ -17,7 +17,8 @@ FILE_WIDTH = 120  # columns of a table that no terminal shows
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """`status` is LangGraph's; tokens are sums over the run's calls; `seconds` run from submission to the end."""
+    """`status` is LangGraph's; tokens are sums over the run's calls; `seconds` run from submission to the end; `error`
+    is why it failed."""
 
     run_id: str
     workflow: str
@@ -29,9 +30,11 @@ class RunReport:
     host_cached_tokens: int
     output_tokens: int
     seconds: float
+    error: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without `error` where there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "error" or value}
 
 
 async def report_run(client: LangGraphClient, workflow: str, thread_id: str, run_id: str, seconds: float) -> RunReport:
@@ -52,6 +55,7 @@ async def report_run(client: LangGraphClient, workflow: str, thread_id: str, run
         host_cached_tokens=total("host_cached_tokens"),
         output_tokens=total("output_tokens"),
         seconds=round(seconds, 3),
+        error=": ".join((run.get("error") or {}).values()),  # type: ignore[attr-defined]
     )
 
 
@@ -77,6 +81,13 @@ def as_table(reports: Sequence[RunReport]) -> Table:
         )
     table.caption = "device, host: share of the prompt tokens that this tier of the KV cache held"
     return table
+
+
+def print_failures(reports: Sequence[RunReport]) -> None:
+    """On standard error, a line a run that did not succeed."""
+    for run in reports:
+        if run.status != "success":
+            print(f"{run.run_id}: {run.error or run.status}", file=sys.stderr)
 
 
 def print_json(value: Any, file: Path | None) -> None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from pbkv_ray.cli.client import DEFAULT_URL, Url, connect, explained
 from pbkv_ray.cli.local import Registry, workflows_of
-from pbkv_ray.cli.report import RunReport, as_table, print_table, report_run
+from pbkv_ray.cli.report import RunReport, as_table, print_failures, print_table, report_run
 from pbkv_ray.errors import InputError
 from workflows.records import records
 
@@ -35,13 +35,14 @@ def submit(
     """Submit runs and wait for them. Without --input and --file, the workflow's own samples."""
     inputs = list(islice(_inputs(workflow, input, file, registry), limit))
     if not inputs:
-        raise InputError(f"{file or 'its samples'}: there is no input for {workflow}; give --input or --file")
+        raise InputError(f"{file or 'the registry'} holds no input for {workflow}; give --input or --file")
     reports = asyncio.run(run_jobs(url, [(workflow, one) for one in inputs], concurrency, quiet=as_json))
     if as_json:
         json.dump({"runs": [run.as_json() for run in reports]}, sys.stdout, indent=1)
         print()
     else:
         print_table(as_table(reports))
+    print_failures(reports)
     if any(run.status != "success" for run in reports):
         raise typer.Exit(1)
 

@@ -26,6 +26,10 @@ CALL = {
 class OneCall(FakeRunService):
     """Every run makes one call, whose prompt was found in part."""
 
+    async def get_run(self, thread_id: str | None, run_id: str) -> dict[str, Any]:
+        run = await super().get_run(thread_id, run_id)
+        return {**run, "error": {"error": "ValueError", "message": "no way"}} if run["status"] == "error" else run
+
     async def run_calls(self, run_id: str) -> Sequence[dict[str, Any]]:
         return [CALL]
 
@@ -61,6 +65,15 @@ async def test_runs_are_listed_by_name_and_shown_by_the_first_characters_of_thei
     assert (told["calls"], told["output"], told["workflow"]) == ([CALL], {"step": 1}, "hover")
     assert isinstance(unknown.exception, InputError) and "run 'nope' does not exist" in str(unknown.exception)
     assert over.output == f"{run} has ended already: success\n"
+
+
+async def test_a_run_that_fails_says_why() -> None:
+    kit = Kit(service=OneCall())
+    async with kit.served() as url:
+        failed = await asyncio.to_thread(pbkv, "submit", "hover", "--input", '{"fail": "no way"}', url=url)
+    (run,) = kit.service.runs
+    assert (failed.exit_code, f"{run}: ValueError: no way" in failed.stderr) == (1, True)
+    assert "error" in failed.stdout
 
 
 async def test_the_beginning_of_an_id_must_be_that_of_one_run() -> None:
@@ -112,5 +125,5 @@ def test_a_registry_of_ones_own_in_this_folder_is_found_and_has_its_own_samples(
         "REGISTRY = {'some': spec('some', {}), 'none': spec('none')}\n"
     )
     none, some = (pbkv("submit", name, "--registry", "of_mine:REGISTRY") for name in ("none", "some"))
-    assert "there is no input for none; give --input or --file" in str(none.exception)
+    assert "the registry holds no input for none; give --input or --file" in str(none.exception)
     assert "nothing answers" in str(some.exception)

@@ -43,7 +43,7 @@ def bench_evict(leaves: int = 50_000, sets: int = 500, evictions: int = 1_000) -
                     hints.append(_timed(lambda: change(turn))[0])  # noqa: B023  (called at once)
                 seconds, freed = _timed(lambda: bare.evict(1))  # noqa: B023
                 spent[name].append(seconds)
-                assert freed == _LEAF, f"{name} freed {freed} tokens instead of one leaf of {_LEAF}"
+                assert freed in (1, _LEAF), f"{name} freed {freed} tokens, not a leaf of {_LEAF} or a beginning of 1"
     gc.unfreeze()
     count = caches["pbkv"].cache.tree_core.count
     assert not count.fallbacks and not count.failures, f"the index failed: {count}"

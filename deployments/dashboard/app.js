@@ -202,12 +202,13 @@ async function showEnded({ runs, at_s }) {
   if (of !== ended.of && at_s >= ended.next_s) {
     Object.assign(ended, { of, next_s: at_s + PAUSE_S });
     const latest = await json(`/v1/runs?limit=${LATEST}`).catch(() => []);
-    ended.rows = latest.filter((run) => run.ended_at).slice(0, SHOWN);
+    ended.rows = latest.filter((run) => run.ended_at).sort((one, other) => other.ended_at.localeCompare(one.ended_at)).slice(0, SHOWN);
   }
   $("ended").hidden = !ended.rows.length;
   keyed($("ended-runs").tBodies[0], ended.rows, (run) => run.run_id, (run) => lineOf(run.run_id, 4), (line, run) => {
     const told = [run.workflow ?? "", run.status, run.seconds === undefined ? DASH : span(run.seconds), span(at_s - Date.parse(run.ended_at) / 1000)];
     line.querySelectorAll("td").forEach((cell, at) => fill(cell, told[at], told[at]));
+    line.dataset.status = run.status;
   });
 }
 

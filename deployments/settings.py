@@ -30,7 +30,7 @@ class AppArgs(BaseModel):
 
     model: str = "default"
     policy: str = "pbkv+"
-    router: Literal["pbkv", "pow2"] = "pow2"  # by cost and home of each run, or Ray Serve's default
+    router: Literal["pbkv", "pow2"] = "pbkv"  # by cost and home of each run, or Ray Serve's default
     engine_replicas: Positive = 1
     max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two
     scale_at_queued_tokens: Positive = 8_192  # uncached prompt tokens waiting in a replica: above it, it is behind

@@ -207,8 +207,8 @@ class EngineServer:
 
     def _reported(self, policy: str) -> bool:
         overseen = self.metrics.overseen
-        if overseen is None:
-            return True
+        if overseen is None:  # it has just started
+            return False
         return (overseen.state == "ordered") == (policy == "lru") and policy in ("lru", overseen.policy)
 
     def policy_state(self) -> dict[str, Any]:

@@ -109,8 +109,8 @@ async def test_an_operator_puts_lru_in_charge_and_gives_back_while_it_serves(
 ) -> None:
     server, facts = pbkv
     await server.switch_policy("lru")
-    assert server.policy_state()["state"] == "ordered"
     await heard(facts, Overseen, lambda o: o.state == "ordered")
+    assert server.policy_state()["state"] == "ordered"
     wanted = text(server, "wanted: ", 200)
     await answer(server, call(wanted, run="switch", agent="coder", max_tokens=2))
     step = np.array([[1.0, 0.0, 0.0]] * 3)

@@ -140,7 +140,6 @@ def recorded(database: str, folder: Path) -> list[str]:
     return [run.run_id for run in dataset.load(folder / "own.wf.jsonl.gz").runs]
 
 
-@pytest.mark.soak  # not yet run on a real engine: until it has been, outside CI
 async def test_the_live_page_shows_a_run_in_flight_and_how_full_the_engine_is(url: str):
     async with get_client(url=url, api_key="") as client, httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/")).headers["content-type"] == "text/html; charset=utf-8"

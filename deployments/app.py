@@ -6,6 +6,8 @@ pbkv serve, pbkv demo                    on this machine
 
 import logging
 import os
+import signal
+import threading
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -124,6 +126,8 @@ def run_local(args: AppArgs, host: str, port: int, *, name: str = APPLICATION) -
     resolve_model(args.model)  # what is wrong with the model is better said here than in a replica's log
     if not ray.is_initialized():
         start_ray(args.engine_replicas + 1)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: Ray's own handler is a crash report
     http = HTTPOptions(host=host, port=port, request_timeout_s=LONGEST_RUN_S)
     serve.start(proxy_location="HeadOnly", http_options=http)
     try:

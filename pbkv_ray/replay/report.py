@@ -40,9 +40,13 @@ def rows(result: Json) -> tuple[Row, list[Row]]:
 
 
 def _shared(entry: Json) -> Json:
-    share = entry.get("share_of_belady", entry.get("fixed_order", {}).get("share_of_belady"))
-    shadow = entry.get("shadow", entry.get("fixed_order", {}).get("shadow"))
-    return entry | {"share": share} | ({"shadow_hit": shadow["lru"] / max(1, shadow["prompt"])} if shadow else {})
+    known = entry.get("fixed_order", {}) | entry
+    shadow = known.get("shadow")
+    return (
+        entry
+        | {"share": known.get("share_of_belady")}
+        | ({"shadow_hit": shadow["lru"] / max(1, shadow["prompt"])} if shadow else {})
+    )
 
 
 def _at(entry: Json, key: str) -> Any:

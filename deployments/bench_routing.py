@@ -271,7 +271,7 @@ class _Loop:
         ids = prompt_tokens(call, self._vocabulary, private)
         text = "".join(f"{block:08x}" for block in call.blocks()) + f"{private:x}."
         caller, call_id = Caller(run.run_id, run.workflow, call.agent, at), uuid.uuid4().hex
-        asked = TokenCall(run.run_id, len(ids), text, ids, caller, call.output_tokens)
+        asked = TokenCall(run.run_id, len(ids), text, ids, caller, call.output_tokens, begins=at == 0)
         self._pump.emit(CallStarted(run.run_id, call.agent, at, call_id, time.time()))
         began = time.perf_counter()
         got: Json = await self._handle.options(session_id=run.run_id).tokens.remote(asked)

@@ -103,11 +103,11 @@ class ForeignRuns:
             return ForeignCall(call_id, None, now)
         run = self._run(_prefixed(who.run_id, tenant), now)
         workflow = f"ext:{who.workflow or 'default'}"
+        parent = None if who.parent_run_id is None else _prefixed(who.parent_run_id, tenant)
         if now - run.told_s > self._repeat_s:
             run.told_s = now
-            parent = None if who.parent_run_id is None else _prefixed(who.parent_run_id, tenant)
             self._emit(RunStarted(run.run_id, workflow, now, parent_run_id=parent))
-        caller = Caller(run.run_id, workflow, who.agent or "default", run.steps)
+        caller = Caller(run.run_id, workflow, who.agent or "default", run.steps, parent)
         run.seen_s = now
         run.steps += 1
         run.open_calls += 1

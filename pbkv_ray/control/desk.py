@@ -44,9 +44,8 @@ class RoutingDesk:
         return placed
 
     async def settled(self, homes: dict[str, str]) -> None:
-        """Runs that a router has moved, and where to."""
-        for run_id, home in homes.items():
-            self._placing.routes.settled(run_id, home)
+        """Runs that a router has placed or moved, and where to."""
+        self._placing.settled(homes)
         self._moved.set()
 
     def _routes_follow(self, actions: Sequence[Action]) -> None:

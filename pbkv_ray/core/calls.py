@@ -18,12 +18,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. `step` counts the run's graph steps (LangGraph's `langgraph_step`)."""
+    """Who makes a call. `step` counts the run's graph steps (LangGraph's `langgraph_step`, from 1; a foreign run's
+    calls, from 0)."""
 
     run_id: str
     workflow: str
     agent: str
     step: int
+    parent_run_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Feeds the routing table with what the controller hears. A listener of `core.controller`; pure as that is."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pbkv_ray.core.actions import Action, RetireRun
 from pbkv_ray.core.controller import Controller
@@ -48,6 +48,12 @@ class Placing:
         for action in actions:
             if isinstance(action, RetireRun):
                 self.routes.ended(action.run_id)
+
+    def settled(self, homes: Mapping[str, str]) -> None:
+        """A router has chosen these homes. It may be told late, of a run that has ended, or early, before its start."""
+        for run_id, home in homes.items():
+            if self._controller.knows_of(run_id):
+                self.routes.settled(run_id, home)
 
     def place(
         self, run_id: str, prompt_tokens: int, at_s: float, among: Collection[str]

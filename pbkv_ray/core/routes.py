@@ -1,10 +1,10 @@
 """The routing table: where runs live, what replicas hold of them, what waits there. The controller's and its copies.
 
 Theory of operation. The controller's table is fed with reports and events; every change gets a number, and `changes`
-tells a router what is new since the number it knows. A router's copy takes these with `apply` and decides by itself:
-no call waits for the controller, except the first one of a run that the copy does not know. Between two reports both
-count what they have sent: a prompt on its way is as good as cached for the run's next call (siblings of a fan-out
-follow the first), and its tokens wait at the replica until the replica had the time to compute them.
+tells a router what is new since the number it knows. A router's copy takes these with `apply` and decides by itself: no
+call waits for the controller, except one of a run that the copy does not know and that did not just begin. Between two
+reports both count what they have sent: a prompt on its way is as good as cached for the run's next call (siblings of a
+fan-out follow the first), and its tokens wait at the replica until the replica had the time to compute them.
 
 All replicas count as equally fast, at the median of the rates that they report. A rate says what a replica happened to
 compute more than what it can: small batches are mostly overhead, deep ones attention. Compared with each other, they
@@ -161,10 +161,10 @@ class Routes:
         self._set(run, replace(place, home=home, recent=recent, expected=expected, calls=place.calls + 1))
 
     def settled(self, run: str, home: str) -> None:
-        """A router has chosen a new home for the run."""
-        place = self._places.get(run)
-        if place is not None and home in self.replicas and place.home != home:
-            self._set(run, replace(place, home=home))
+        """A router has chosen a home for the run, or a new one."""
+        place = self._places.get(run) or Place(held=self._reported(run))
+        if home in self.replicas and place.home != home:
+            self._set(run, replace(place, home=home, expected=self._first_guess(place)))
 
     def ended(self, run: str) -> None:
         place = self._places.pop(run, None)

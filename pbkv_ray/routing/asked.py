@@ -1,7 +1,7 @@
 """What a router needs to know of a call, read from the arguments of the handle call."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pbkv_ray.core.calls import Call, Caller
@@ -12,10 +12,15 @@ MAX_PARTS = 4_096  # of a prompt, beyond which its size is not counted on
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """prompt_tokens is an estimate: a router has no tokenizer."""
+    """prompt_tokens is an estimate: a router has no tokenizer.
+
+    begins: it is the run's first call, as far as its caller knows.
+    """
 
     run_id: str
     prompt_tokens: int
+    begins: bool = field(default=False, kw_only=True)
+    parent_run_id: str | None = field(default=None, kw_only=True)
 
 
 def asked_of(arguments: Sequence[Any]) -> Asked | None:
@@ -25,10 +30,14 @@ def asked_of(arguments: Sequence[Any]) -> Asked | None:
         case [Asked() as asked, *_]:  # a benchmark, which knows its sizes
             return asked
         case [Call() as call, *_]:
-            return Asked(call.caller.run_id, _tokens(len(message.content) for message in call.messages))
+            return _asked(call.caller, (len(message.content) for message in call.messages))
         case [Mapping() as body, Caller() as caller, *_]:
-            return Asked(caller.run_id, _tokens(_lengths(body.get("messages"))))
+            return _asked(caller, _lengths(body.get("messages")))
     return None
+
+
+def _asked(caller: Caller, lengths: Iterator[int]) -> Asked:
+    return Asked(caller.run_id, _tokens(lengths), begins=caller.step <= 1, parent_run_id=caller.parent_run_id)
 
 
 def _tokens(lengths: Iterator[int]) -> int:

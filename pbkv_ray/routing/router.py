@@ -66,7 +66,7 @@ class PbkvRouter(PowerOfTwoChoicesRequestRouter):
             METRICS.fallbacks.labels("full").inc()  # two choices know how to wait
             return None
         names = [replica.replica_id.unique_id for replica in open_]
-        decision = await self._table.choose(asked.run_id, asked.prompt_tokens, names)
+        decision = await self._table.choose(asked, names)
         chosen = next(
             (known for id_, known in self._replicas.items() if decision and id_.unique_id == decision.replica), None
         )

@@ -1,4 +1,5 @@
-"""A router's copy of the controller's routing table: follows it, decides from it, asks only for unknown runs.
+"""A router's copy of the controller's routing table: follows it, decides from it, asks only for runs that it ought to
+know and does not. Where a run that begins was placed, the controller is told afterwards.
 
 Knows no Serve. Everything of the controller's may fail: then the copy goes on with what it knows.
 """
@@ -13,6 +14,7 @@ from pbkv_ray.core.places import Changes, Place
 from pbkv_ray.core.routes import Routes
 from pbkv_ray.core.routing import Decision, RoutingOptions
 from pbkv_ray.errors import UnavailableError
+from pbkv_ray.routing.asked import Asked
 from pbkv_ray.routing.metrics import METRICS, RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -69,15 +71,26 @@ class TableCopy:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def choose(self, run_id: str, prompt_tokens: int, among: Sequence[str]) -> Decision | None:
+    async def choose(self, asked: Asked, among: Sequence[str]) -> Decision | None:
         """The replica for a call, of those in `among`; None only if there is none."""
-        if run_id not in self.routes and (placed := await self._consult(run_id, prompt_tokens, among)) is not None:
-            return placed
+        run_id, tokens = asked.run_id, asked.prompt_tokens
+        news = False  # whether the controller would not learn of the run's place from us otherwise
+        if run_id not in self.routes:
+            news = self._nothing_to_ask(asked)
+            if news:
+                self.routes.started(run_id, asked.parent_run_id)
+            elif (placed := await self._consult(run_id, tokens, among)) is not None:
+                return placed
         home = place.home if (place := self.routes.get(run_id)) is not None else None
-        decision = self.routes.route(run_id, prompt_tokens, self._clock(), among)
-        if decision is not None and home not in (None, decision.replica):
+        decision = self.routes.route(run_id, tokens, self._clock(), among)
+        if decision is not None and (news or home not in (None, decision.replica)):
             self._tell(run_id, decision.replica)
         return decision
+
+    def _nothing_to_ask(self, asked: Asked) -> bool:
+        """A run that begins has its context nowhere, but for its family's; how busy replicas are is known here."""
+        known_family = asked.parent_run_id is None or asked.parent_run_id in self.routes
+        return asked.begins and known_family and self._version >= 0
 
     async def _consult(self, run_id: str, prompt_tokens: int, among: Sequence[str]) -> Decision | None:
         """Ask the controller for a place. Calls of one run that come at once share the question: the first of them

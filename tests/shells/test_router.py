@@ -70,7 +70,12 @@ def counted(metrics: RouterMetrics, name: str, **labels: str) -> float:
 
 
 async def chosen(table: TableCopy, run: str, tokens: int = 500) -> str | None:
-    decision = await table.choose(run, tokens, ["a", "b"])
+    decision = await table.choose(Asked(run, tokens), ["a", "b"])
+    return decision and decision.replica
+
+
+async def begun(table: TableCopy, run: str, parent: str | None = None) -> str | None:
+    decision = await table.choose(Asked(run, 500, begins=True, parent_run_id=parent), ["a", "b"])
     return decision and decision.replica
 
 
@@ -93,6 +98,22 @@ class TestTheCopyOfTheTable:
         controller.ready.set()
         assert await asyncio.gather(*calls[1:]) == ["b"] * 7
         assert len(controller.asked) == 1
+
+    async def test_a_run_that_begins_is_placed_here_and_told(self) -> None:
+        controller = FakeController((False, Changes(7, True, {}, TWO)))
+        table, _, _ = copy_of(controller)
+        await table._step()
+        assert [await begun(table, run) for run in ("r1", "r2", "r1")] == ["a", "b", "a"]
+        await table._telling  # type: ignore[misc]
+        assert (controller.asked, controller.moves) == ([], [{"r1": "a", "r2": "b"}])
+
+    async def test_a_run_that_begins_is_asked_for_where_nothing_is_known_of_replicas_or_of_its_parent(self) -> None:
+        controller = FakeController((False, Changes(7, True, {"p": Place(home="a")}, TWO)))
+        table, _, _ = copy_of(controller)
+        assert await begun(table, "early") == "b"
+        await table._step()
+        assert [await begun(table, "child", "p"), await begun(table, "orphan", "q")] == ["a", "b"]
+        assert [run for run, _ in controller.asked] == ["early", "orphan"]
 
     async def test_without_a_controller_runs_are_placed_here_and_stay(self) -> None:
         controller = FakeController()
@@ -152,18 +173,26 @@ async def test_the_controllers_desk_tells_what_is_new_and_places_a_run_once() ->
     await host.events(Batch("runner", 0, (RunEnded("r", "completed", 1.0),)))
     _, last = await host.routes(epoch, news.version, 30.0)
     assert last.places == {"r": None}
+    await host.hints("b", "epoch", None, 0, 0.01)
+    await host.settled({"r": "b", "early": "b"})  # one has ended, the other's start is on its way
+    _, told = await host.routes(epoch, last.version, 30.0)
+    assert {run: place and place.home for run, place in told.places.items()} == {"early": "b"}
     assert (await host.routes("another", 99, 30.0))[1].full
 
 
 def test_what_is_read_of_a_call() -> None:
     caller = Caller("r", "hover", "judge", 1)
     body = {"messages": [{"content": "x" * 40}, {"content": [{"text": "y" * 40}, {"image": 1}, 3]}, "none"]}
-    assert [asked_of(arguments) for arguments in ([call("r", "z" * 80)], (body, caller, None))] == [Asked("r", 20)] * 2
+    assert [asked_of(arguments) for arguments in ([call("r", "z" * 80)], (body, caller, None))] == [
+        Asked("r", 20, begins=True)
+    ] * 2
+    later = Caller("r", "ext:cli", "judge", 2, "p")
+    assert asked_of((body, later)) == Asked("r", 20, parent_run_id="p")
     assert [asked_of(arguments) for arguments in ((), ("x",), (body, None, None), ({"messages": 3}, caller))] == [
         None,
         None,
         None,
-        Asked("r", 1),
+        Asked("r", 1, begins=True),
     ]
 
 

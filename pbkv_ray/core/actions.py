@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.wire import Record
 
 
 @dataclass(frozen=True, slots=True)
-class PublishForecast:
+class PublishForecast(Record):
     """Tell the engines what `run_id` calls next. A later `version` of the same run replaces an earlier one."""
 
     run_id: str
@@ -16,7 +17,7 @@ class PublishForecast:
 
 
 @dataclass(frozen=True, slots=True)
-class RetireRun:
+class RetireRun(Record):
     """The run has ended: its nodes go first."""
 
     run_id: str

@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from pbkv_ray.core.calls import CacheReport
 from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.wire import Record
 
 Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]
 
 
 @dataclass(frozen=True, slots=True)
-class RunStarted:
+class RunStarted(Record):
     """`agents` and `edges` are the LangGraph graph's own, the forecast's prior; empty for foreign harnesses.
 
     Runners repeat the event while a run lives: it starts the lease anew, and tells a restarted controller.
@@ -31,7 +32,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentEntered:
+class AgentEntered(Record):
     run_id: str
     agent: str
     step: int
@@ -39,7 +40,7 @@ class AgentEntered:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLeft:
+class AgentLeft(Record):
     run_id: str
     agent: str
     step: int
@@ -47,7 +48,7 @@ class AgentLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolWaiting:
+class ToolWaiting(Record):
     """The run left the LLM for a graph node that calls none, a tool, or a human (`name` says which)."""
 
     run_id: str
@@ -57,7 +58,7 @@ class ToolWaiting:
 
 
 @dataclass(frozen=True, slots=True)
-class CallStarted:
+class CallStarted(Record):
     run_id: str
     agent: str
     step: int
@@ -66,7 +67,7 @@ class CallStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class CallFinished:
+class CallFinished(Record):
     run_id: str
     agent: str
     step: int
@@ -84,7 +85,7 @@ class CallFinished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CallState:
+class CallState(Record):
     """What the engine held inside a call: the hidden state (core.states.compact) of its last prefill token ("prefill")
     or of its last decoded one ("decode"). With "prefill" also `blocks`: prefix-chained hashes of the prompt's full
     blocks (core.ghost.block_hashes)."""
@@ -96,7 +97,7 @@ class CallState:
 
 
 @dataclass(frozen=True, slots=True)
-class Reforecast:
+class Reforecast(Record):
     """A better forecast than the one at the start of the call, made off the loop; `calls`: how many the run had made
     then. One that comes after the run's next call is too late."""
 
@@ -107,14 +108,14 @@ class Reforecast:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(Record):
     run_id: str
     outcome: Outcome
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaJoined:
+class ReplicaJoined(Record):
     """`epoch` is new at every engine start: an engine that came back is empty."""
 
     replica: str
@@ -123,13 +124,13 @@ class ReplicaJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLeft:
+class ReplicaLeft(Record):
     replica: str
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class Residency(Record):
     """Tokens that a replica holds: run -> (device tokens, host tokens). A whole report, not a difference."""
 
     replica: str
@@ -142,7 +143,7 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Record):
     at_s: float
 
 
@@ -164,7 +165,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Record):
     """Events of one source in order. `sequence` numbers the first one; duplicates and gaps are harmless."""
 
     source: str

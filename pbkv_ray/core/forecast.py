@@ -8,12 +8,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pbkv_ray.core.wire import Record
+
 Array = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
+class Forecast(Record):
     """One run's next K calls (paper section 4.1).
 
     agents: the names behind the columns.

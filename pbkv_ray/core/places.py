@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pbkv_ray.core.routing import Held
+from pbkv_ray.core.wire import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Record):
     """One run. recent: tokens that its last calls had to compute, its first call left out.
 
     expected: tokens that its next call will bring, for the crowd at its home.
@@ -26,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaNews:
+class ReplicaNews(Record):
     """A replica as last reported. `number` grows with every report; 0: it has never reported."""
 
     epoch: str
@@ -38,7 +39,7 @@ class ReplicaNews:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Record):
     """What `apply` takes. `places`: None for a run that has ended; `full`: it is all there is."""
 
     version: int

@@ -1,6 +1,7 @@
 """Feeds the routing table with what the controller hears. A listener of `core.controller`; pure as that is."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from pbkv_ray.core.actions import Action, RetireRun
 from pbkv_ray.core.controller import Controller
@@ -16,32 +17,37 @@ class Placing:
     def __init__(self, controller: Controller, options: RoutingOptions | None = None) -> None:
         self.routes = Routes(options)
         self._controller = controller
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            RunStarted: lambda event: self.routes.started(event.run_id, event.parent_run_id),
+            CallFinished: self._call_finished,
+            ReplicaJoined: lambda event: self.routes.joined(event.replica, event.epoch),
+            ReplicaLeft: lambda event: self.routes.left(event.replica),
+            Residency: self._residency,
+        }
         controller.listeners.append(self.heard)
 
     def heard(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                self.routes.started(event.run_id, event.parent_run_id)
-            case CallFinished():
-                if event.reason in ("stop", "length"):
-                    cached = event.device_cached_tokens + event.host_cached_tokens
-                    self.routes.finished(event.run_id, event.replica, event.prompt_tokens, cached)
-            case ReplicaJoined():
-                self.routes.joined(event.replica, event.epoch)
-            case ReplicaLeft():
-                self.routes.left(event.replica)
-            case Residency():
-                known = self._controller.replicas.get(event.replica)
-                if known is not None and known.epoch == event.epoch:
-                    self.routes.report(
-                        event.replica,
-                        event.epoch,
-                        event.tokens,
-                        event.queued_prefill_tokens,
-                        event.at_s,
-                        event.prefill_tokens_s,
-                        event.load_tokens_s,
-                    )
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def _call_finished(self, event: CallFinished) -> None:
+        if event.reason in ("stop", "length"):
+            cached = event.device_cached_tokens + event.host_cached_tokens
+            self.routes.finished(event.run_id, event.replica, event.prompt_tokens, cached)
+
+    def _residency(self, event: Residency) -> None:
+        known = self._controller.replicas.get(event.replica)
+        if known is not None and known.epoch == event.epoch:
+            self.routes.report(
+                event.replica,
+                event.epoch,
+                event.tokens,
+                event.queued_prefill_tokens,
+                event.at_s,
+                event.prefill_tokens_s,
+                event.load_tokens_s,
+            )
 
     def performed(self, actions: Sequence[Action]) -> None:
         """A run that is retired, for whatever reason, has no home."""

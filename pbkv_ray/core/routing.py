@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from pbkv_ray.core.wire import Record
 from pbkv_ray.errors import ConfigError
 
 Reason = Literal["home", "family", "placed", "moved", "left", "drained"]
@@ -59,7 +60,7 @@ class ReplicaFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(Record):
     """Tokens of a run's context that a replica holds."""
 
     device: int = 0

@@ -108,10 +108,8 @@ class VariableOrderCounts:
             return [None] * len(histories)
         steps = known.steps(histories)[:, :horizon]
         agents = tuple(known.names)
-        return [
-            Forecast(agents, step, known.waits.expected(history[-1] if history else None, agents, step))
-            for history, step in zip(histories, steps, strict=True)
-        ]
+        waits = known.waits.expected([history[-1] if history else None for history in histories], agents, steps)
+        return [Forecast(agents, step, None if waits is None else waits[n]) for n, step in enumerate(steps)]
 
     def _bound(self) -> None:
         """The workflow used least recently goes first; the one used last stays, which has a bound of its own."""

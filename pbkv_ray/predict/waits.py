@@ -87,15 +87,16 @@ class Waits:
                 count = n
         return LogNormal(mean, math.sqrt(spread), count)
 
-    def expected(self, agent: str | None, agents: Sequence[str], step: Array) -> Array | None:
-        """[K] expected seconds from the start of the call of `agent` to the start of call k + 1, given that the
-        run lives so long; `step` is a forecast's [K, len(agents) + 1]. None when no wait was seen."""
+    def expected(self, current: Sequence[str | None], agents: Sequence[str], steps: Array) -> Array | None:
+        """[runs, K] expected seconds from the start of the call of the run's current agent to the start of call k + 1,
+        given that it lives so long; `steps` are the forecasts' [runs, K, len(agents) + 1]. None: no wait was seen."""
         if (None, None) not in self._moments:
             return None
-        per_step = self._per_step(agent, agents)
-        mass = step[:, :-1] / np.maximum(step[:, :-1].sum(1, keepdims=True), 1e-12)
-        gaps = np.concatenate((mass[:1] @ per_step[0], mass[:-1] @ per_step[1]))
-        return np.asarray(np.cumsum(gaps))
+        means = np.array([self._per_step(agent, agents) for agent in current])  # [runs, 2, agents]
+        mass = steps[:, :, :-1] / np.maximum(steps[:, :, :-1].sum(2, keepdims=True), 1e-12)
+        first = np.einsum("na,na->n", mass[:, 0], means[:, 0])
+        later = np.einsum("nka,na->nk", mass[:, :-1], means[:, 1])
+        return np.asarray(np.cumsum(np.concatenate((first[:, None], later), axis=1), axis=1))
 
     def _per_step(self, agent: str | None, agents: Sequence[str]) -> Array:
         """[2, agents] mean seconds: the first wait by pair, later ones by the agent that is then left. Renewed now

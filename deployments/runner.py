@@ -171,6 +171,7 @@ class Runner:
             multitask=request.multitask,
             request=request_to_text(request),
             metadata=request.metadata,
+            head_start_s=request.head_start_s,
         )
         try:
             admission = await self._store.runs.admit(

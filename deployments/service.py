@@ -36,6 +36,7 @@ class RunRequest:
     keep_thread: bool = True
     cancel_on_disconnect: bool = False
     cache_salt: str | None = None
+    head_start_s: float = 0.0  # where runs wait, it counts as come so much earlier
 
 
 @dataclass(frozen=True, slots=True)

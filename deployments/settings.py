@@ -54,7 +54,7 @@ class AppArgs(BaseModel):
     database: str | None = None  # SQLAlchemy URL; by default a SQLite file of the application
     gateway_replicas: Positive = 1
     host: str = "127.0.0.1"  # where the proxy listens; beyond loopback, API keys are required
-    api_keys_file: Path | None = None  # one key a line
+    api_keys_file: Path | None = None  # a line a tenant: KEY, or KEY SECONDS with its runs' head start in the queue
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted without keys, beside loopback's names
     salt_secret_file: Path | None = None  # tenants' cache salts; the same on every node
     registry: str = REGISTRY  # module:attribute, a mapping from names to WorkflowSpecs
@@ -112,10 +112,26 @@ class AppArgs(BaseModel):
             lines = self.api_keys_file.read_text().splitlines()
         except OSError as error:
             raise ConfigError(f"api_keys_file {self.api_keys_file} cannot be read: {error}") from error
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-        if not keys:
+        heads: dict[str, float] = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            key, _, seconds = line.strip().partition(" ")
+            try:
+                heads[key] = float(seconds or 0)
+            except ValueError:  # the line is not shown: it may be a key
+                raise ConfigError(
+                    f"api_keys_file {self.api_keys_file}, line {number}: behind the key stands no number; a line is "
+                    "KEY, or KEY SECONDS with the head start of its runs in the queue"
+                ) from None
+        if not heads:
             raise ConfigError(f"api_keys_file {self.api_keys_file} holds no key; write one a line")
-        return GatewayOptions(api_keys=keys, salt_secret=self._salt_secret(), allowed_hosts=self.allowed_hosts)
+        return GatewayOptions(
+            api_keys=tuple(heads),
+            head_starts_s=heads,
+            salt_secret=self._salt_secret(),
+            allowed_hosts=self.allowed_hosts,
+        )
 
     def _salt_secret(self) -> str:
         """The named file's, or one that is made once for this machine."""

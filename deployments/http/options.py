@@ -1,6 +1,7 @@
 """Settings of the gateway, and the rule that nothing listens beyond loopback without a key."""
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pbkv_ray.config import ControllerOptions
@@ -18,6 +19,7 @@ class GatewayOptions:
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    head_starts_s: Mapping[str, float] = field(default_factory=dict, repr=False)  # of keys: see auth.Tenant
     salt_secret: str = field(default="", repr=False)  # tenants' cache salts are derived from it and the key
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted without keys, beside loopback's names
     max_body_bytes: int = 4 * 1024 * 1024
@@ -43,6 +45,9 @@ class GatewayOptions:
                     f"an API key has {len(key)} characters; a key is at least {MIN_KEY_LENGTH} printable ASCII "
                     "characters without spaces, for example the output of `openssl rand -hex 24`"
                 )
+        for seconds in self.head_starts_s.values():
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"the head start of an API key is {seconds} s; it must be 0 or more, and finite")
         if self.api_keys and len(self.salt_secret) < MIN_KEY_LENGTH:
             raise ConfigError(
                 "api_keys are set and salt_secret is not (or is short); tenants' cache salts are derived from it, "

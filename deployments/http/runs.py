@@ -55,6 +55,7 @@ def to_request(gateway: Gateway, request: Request, body: RunCreate, thread_id: s
         interrupt_after=_names(body.interrupt_after),
         keep_thread=thread_id is not None or body.on_completion != "delete",
         cache_salt=None if tenant is None else tenant.cache_salt,
+        head_start_s=0.0 if tenant is None else tenant.head_start_s,
     )
 
 

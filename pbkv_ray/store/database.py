@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import event, insert, make_url, select
+from sqlalchemy import event, insert, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -54,7 +54,8 @@ class Database:
             event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
 
     async def create_tables(self) -> None:
-        """Idempotent, also when several processes start at once. ConfigError for tables of another version."""
+        """Idempotent, also when several processes start at once. ConfigError for tables of a version
+        that nothing upgrades."""
         for last_try in (False, True):
             try:
                 async with self.write() as connection:
@@ -69,7 +70,13 @@ class Database:
         found = await connection.scalar(select(schema.meta.c.value).where(schema.meta.c.name == "version"))
         if found is None:
             await connection.execute(insert(schema.meta).values(name="version", value=str(schema.VERSION)))
-        elif found != str(schema.VERSION):
+            return
+        while found in schema.UPGRADES:
+            for statement in schema.UPGRADES[found]:
+                await connection.execute(text(statement))
+            found = str(int(found) + 1)
+            await connection.execute(update(schema.meta).where(schema.meta.c.name == "version").values(value=found))
+        if found != str(schema.VERSION):
             raise ConfigError(
                 f"store {self.shown} has tables of version {found}; this program reads version {schema.VERSION}. "
                 "Use the program that made them, or another store"

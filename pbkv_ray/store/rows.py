@@ -36,6 +36,7 @@ class NewRun:
     multitask: Multitask
     request: str
     metadata: Json = field(default_factory=dict)
+    head_start_s: float = 0.0  # it waits as if it had come so much earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class RunRow:
     updated_at: float
     started_at: float | None
     ended_at: float | None
+    head_start_s: float
 
     @property
     def inflight(self) -> bool:

@@ -20,6 +20,8 @@ from pbkv_ray.store.schema import call_reports, calls, run_events, runs, threads
 from pbkv_ray.store.threads import add_thread, lock_thread, page
 
 CANDIDATES = 16  # runs looked at in one pass
+# A head start lets a run overtake those that came just before it, never those that have waited longer: none starves.
+_QUEUE = (runs.c.created_at - runs.c.head_start_s, runs.c.position)
 
 
 class Runs:
@@ -61,6 +63,7 @@ class Runs:
                 multitask=new.multitask,
                 metadata=new.metadata,
                 request=new.request,
+                head_start_s=new.head_start_s,
                 attempt=0,
                 created_at=now,
                 updated_at=now,
@@ -73,7 +76,7 @@ class Runs:
     # --- execution ---
 
     async def claimable(self) -> list[str]:
-        """The oldest pending runs whose threads are free, CANDIDATES at most."""
+        """The first pending runs whose threads are free, CANDIDATES at most."""
         earlier = runs.alias()
         blocked = exists().where(
             earlier.c.thread_id == runs.c.thread_id,
@@ -81,10 +84,7 @@ class Runs:
             earlier.c.position < runs.c.position,
         )
         candidates = (
-            select(runs.c.run_id)
-            .where(runs.c.status == "pending", ~blocked)
-            .order_by(runs.c.position)
-            .limit(CANDIDATES)
+            select(runs.c.run_id).where(runs.c.status == "pending", ~blocked).order_by(*_QUEUE).limit(CANDIDATES)
         )
         async with self._db.read() as connection:
             return list(await connection.scalars(candidates))
@@ -265,8 +265,8 @@ class Runs:
             return [RunRow(**row) for row in (await connection.execute(statement)).mappings()]
 
     async def queue(self, limit: int = 1_000) -> Sequence[str]:
-        """The pending runs, first come first, the first `limit` of them."""
-        waiting = select(runs.c.run_id).where(runs.c.status == "pending").order_by(runs.c.position).limit(limit)
+        """The pending runs, first come first but for head starts, the first `limit` of them."""
+        waiting = select(runs.c.run_id).where(runs.c.status == "pending").order_by(*_QUEUE).limit(limit)
         async with self._db.read() as connection:
             return list(await connection.scalars(waiting))
 

@@ -23,7 +23,9 @@ from sqlalchemy import (
     text,
 )
 
-VERSION = 1
+VERSION = 2
+# version -> what makes its tables those of the next one
+UPGRADES = {"1": ("ALTER TABLE runs ADD COLUMN head_start_s FLOAT NOT NULL DEFAULT 0",)}
 
 metadata = MetaData()
 Position = BigInteger().with_variant(Integer, "sqlite")  # only INTEGER numbers itself in SQLite
@@ -47,7 +49,7 @@ threads = Table(
 runs = Table(
     "runs",
     metadata,
-    Column("position", Position, Identity(), primary_key=True),  # order of arrival, which the queue keeps
+    Column("position", Position, Identity(), primary_key=True),  # order of arrival
     Column("run_id", String, nullable=False, unique=True),
     Column("thread_id", String, nullable=False),
     Column("workflow", String, nullable=False),
@@ -69,6 +71,7 @@ runs = Table(
     Column("updated_at", Float, nullable=False),
     Column("started_at", Float),
     Column("ended_at", Float),
+    Column("head_start_s", Float, nullable=False, server_default=text("0")),  # the queue: created_at less this
     Index("runs_by_status", "status", "position"),
     Index("runs_by_thread", "thread_id", "position"),
     Index("runs_by_end", "ended_at"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deployments.http.auth import Keys
 from deployments.settings import AppArgs
 from pbkv_ray.errors import ConfigError
 
@@ -101,6 +102,20 @@ def test_keys_come_from_a_file_and_share_one_salt_secret(tmp_path: Path, monkeyp
     secret = tmp_path / "pbkv-ray" / "salt-secret"
     assert oct(secret.stat().st_mode)[-3:] == "600"
     assert KEY not in repr(options) and options.salt_secret not in repr(options)
+
+
+def test_a_key_may_have_a_head_start_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\nanother-{KEY} 30\n")
+    options = AppArgs.checked({"api_keys_file": str(keys)}).gateway_options()
+    assert options.head_starts_s == {KEY: 0.0, f"another-{KEY}": 30.0}
+    assert [Keys(options).tenant({"x-api-key": key}).head_start_s for key in options.api_keys] == [0.0, 30.0]
+    for line, said in ((f"{KEY} {KEY}", "line 1: behind the key stands no number"), (f"{KEY} -1", "is -1.0 s")):
+        keys.write_text(line)
+        with pytest.raises(ConfigError) as caught:
+            AppArgs.checked({"api_keys_file": str(keys)})
+        assert said in str(caught.value) and KEY not in str(caught.value)
 
 
 def test_two_applications_of_one_cluster_do_not_execute_each_others_runs(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from pbkv_ray.errors import ConfigError, ConflictError, InputError, NotFoundError, UnavailableError
 from pbkv_ray.store import Batch, CallRow, Ending, NewRun, Store
@@ -58,6 +58,31 @@ async def test_runs_of_a_thread_go_one_after_the_other_in_order_of_arrival(store
     assert await store.runs.end(second, DONE, 12.0)
     thread = await store.threads.get("t")
     assert (thread.status, thread.state) == ("idle", DONE.state)
+
+
+async def test_a_head_start_overtakes_who_came_just_before_and_nobody_who_has_waited_longer(store):
+    for run_id, at_s, ahead_s in (("long", 0.0, 0.0), ("short", 50.0, 0.0), ("ahead", 100.0, 60.0)):
+        await store.threads.create(run_id, {}, 0.0)
+        await store.runs.admit(new(run_id, run_id, head_start_s=ahead_s), max_pending=9, now=at_s)
+    assert await store.runs.queue() == ["long", "ahead", "short"]
+    assert [(await claim(store, now=101.0)).run_id for _ in range(3)] == ["long", "ahead", "short"]
+
+
+async def test_tables_of_the_version_before_are_upgraded_and_keep_their_runs(url):
+    store = await Store.open(url)
+    await store.threads.create("t", {}, 0.0)
+    await admit(store, "old")
+    await store.close()
+    database = Database(url)
+    async with database.write() as connection:
+        await connection.execute(text("ALTER TABLE runs DROP COLUMN head_start_s"))
+        await connection.execute(update(meta).values(value="1"))
+    await database.close()
+    opened = await asyncio.gather(Store.open(url), Store.open(url))  # two runners start at once
+    assert [await store.runs.queue() for store in opened] == [["old"], ["old"]]
+    assert (await claim(opened[0])).head_start_s == 0.0
+    for store in opened:
+        await store.close()
 
 
 async def test_many_claimers_share_the_runs_without_a_double(store, url):

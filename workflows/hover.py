@@ -24,7 +24,7 @@ class HoverInput(BaseModel):
 
 
 def build(llm: LLM) -> Graph:
-    """PBKV_HOVER_CORPUS names the corpus folder; without it the shipped one is used."""
+    """PBKV_HOVER_CORPUS names the corpus, a folder or a file; without it the shipped one is used."""
     corpus = Corpus.load(Path(os.environ.get("PBKV_HOVER_CORPUS") or SAMPLES / "hover" / "corpus"))
     graph = StateGraph(HoverState)
     graph.add_node("decompose", partial(decompose.run, llm))

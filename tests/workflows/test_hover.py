@@ -1,5 +1,6 @@
 """hover: the judge, the retriever and the number of questions decide the way; the hop limit ends it."""
 
+import gzip
 import json
 
 import pytest
@@ -105,5 +106,13 @@ async def test_a_corpus_folder_of_texts_is_searched(tmp_path, monkeypatch) -> No
     (tmp_path / "a.txt").write_text("Rill\n\nThe Rill is a stream.")
     (tmp_path / "b.txt").write_text("Moor\nThe Moor is a heath.")
     monkeypatch.setenv("PBKV_HOVER_CORPUS", str(tmp_path))
+    run = await walk(hover.SPEC, scripted(["NOT_SUPPORTED"], ["stream"]), CLAIM)
+    assert run.state["found"] == [{"title": "Rill", "text": "The Rill is a stream."}]
+
+
+async def test_a_corpus_may_be_one_file(tmp_path, monkeypatch) -> None:
+    with gzip.open(tmp_path / "wiki.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"title": "Rill", "text": "The Rill is a stream."}) + "\n")
+    monkeypatch.setenv("PBKV_HOVER_CORPUS", str(tmp_path / "wiki.jsonl.gz"))
     run = await walk(hover.SPEC, scripted(["NOT_SUPPORTED"], ["stream"]), CLAIM)
     assert run.state["found"] == [{"title": "Rill", "text": "The Rill is a stream."}]

@@ -1,4 +1,4 @@
-"""A folder of passages, searched with BM25 (the bm25s library)."""
+"""Passages of a folder or a file, searched with BM25 (the bm25s library)."""
 
 import asyncio
 from collections.abc import Collection
@@ -18,14 +18,18 @@ class Corpus:
     index: bm25s.BM25
 
     @classmethod
-    def load(cls, folder: Path) -> "Corpus":
-        """Reads *.txt (the title is the first line) and *.jsonl(.gz) of {title, text}, in order of their names.
+    def load(cls, place: Path) -> "Corpus":
+        """Reads *.txt (the title is the first line) and *.jsonl(.gz) of {title, text}: one file, or those of a folder
+        in order of their names.
 
-        Raises ConfigError for a folder without passages, InputError for a bad file.
+        Raises ConfigError where there are no passages, InputError for a bad file.
         """
-        passages = tuple(passage for path in sorted(folder.glob("*")) for passage in _read(path))
+        paths = [place] if place.is_file() else sorted(place.glob("*"))
+        passages = tuple(passage for path in paths for passage in _read(path))
         if not passages:
-            raise ConfigError(f"{folder} holds no passages; put *.txt or *.jsonl files of {{title, text}} there")
+            raise ConfigError(
+                f"{place} holds no passages; name a *.txt or *.jsonl(.gz) file of {{title, text}}, or a folder of them"
+            )
         index = bm25s.BM25()
         texts = [f"{passage['title']} {passage['text']}" for passage in passages]
         index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)

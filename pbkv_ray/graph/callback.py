@@ -24,6 +24,7 @@ class LifecycleCallback(GraphCallbackHandler):
 
     run_inline = True
     raise_error = False
+    ignore_llm = ignore_chat_model = True  # the LLM client tells of calls itself
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from pbkv_ray.core.calls import Call, Message, Reply, Transport
 from pbkv_ray.core.events import CallFinished, CallStarted, Event
 from pbkv_ray.errors import EngineError, InputError
 from pbkv_ray.graph.context import current_caller, current_run
+from pbkv_ray.graph.listeners import Listeners
 
 Emit = Callable[[Event], None]
 T = TypeVar("T", bound=BaseModel)
@@ -85,6 +86,7 @@ class LLM:
         )
         reply: Reply | None = None
         failed = False
+        listeners = await Listeners.of(call)
         started_s = self._clock()
         self._started(call, started_s)
         try:
@@ -92,11 +94,17 @@ class LLM:
                 async for chunk in chunks:
                     reply = chunk.reply or reply
                     if chunk.text:
+                        if listeners is not None:
+                            await listeners.piece(chunk.text)
                         yield chunk.text
             if reply is None:
                 raise EngineError(f"call {call.call_id} ended without its last chunk; the engine may have died")
-        except Exception:
+            if listeners is not None:
+                await listeners.ended(reply)
+        except Exception as error:
             failed = True
+            if listeners is not None:
+                await listeners.failed(error)
             raise
         finally:
             self._finished(call, reply, "error" if failed else "abort", started_s)

@@ -1,11 +1,13 @@
 """The LangGraph shell on real graphs: events in order, whatever way a run ends."""
 
 import asyncio
+import contextlib
 import operator
 from collections.abc import AsyncGenerator
 from typing import Annotated, Literal, TypedDict
 
 import pytest
+from langchain_core.callbacks import AsyncCallbackHandler
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command, Send, interrupt
@@ -96,6 +98,50 @@ def ask_then_check(llm: LLM) -> StateGraph:
     graph.add_edge("asker", "checker")
     graph.add_conditional_edges("checker", again)
     return graph
+
+
+async def test_who_listens_to_messages_hears_an_agent_as_it_speaks():
+    _, _, callback, graph, config = make(FakeTransport("yes"), ask_then_check, ("asker",))
+    heard = []
+    with running(RunContext("r1", "demo")):
+        async for mode, part in graph.astream({"said": []}, config, stream_mode=["messages", "updates"]):
+            if mode == "messages":
+                message, metadata = part
+                heard.append((type(message).__name__, message.content, message.id, metadata["langgraph_node"]))
+    assert heard == [("AIMessageChunk", "yes", "c0", "asker"), ("AIMessageChunk", "yes", "c1", "asker")]
+    assert callback.ended
+
+
+async def test_a_tracer_hears_of_prompt_tokens_answer_and_failure():
+    seen = []
+
+    class Tracer(AsyncCallbackHandler):
+        async def on_chat_model_start(self, serialized, messages, **kwargs):
+            seen.append(("start", [(m.type, m.content) for m in messages[0]]))
+
+        async def on_llm_new_token(self, token, **kwargs):
+            seen.append(("token", token))
+
+        async def on_llm_end(self, response, **kwargs):
+            message = response.generations[0][0].message
+            seen.append(("end", message.content, message.usage_metadata["total_tokens"]))
+
+        async def on_llm_error(self, error, **kwargs):
+            seen.append(("error", str(error)))
+
+    async def asker(state: State) -> State:
+        return {"said": [await llm.chat([Message("system", "Be brief."), Message("user", "hello")])], "tries": 2}
+
+    graph = StateGraph(State)
+    graph.add_node("asker", asker)
+    graph.add_edge(START, "asker")
+    graph.add_edge("asker", END)
+    for transport in (FakeTransport("yes"), FakeTransport(error=EngineError("gone"))):
+        llm = LLM(transport, lambda event: None)
+        with running(RunContext("r1", "demo")), contextlib.suppress(EngineError):
+            await graph.compile().ainvoke({"said": []}, {"callbacks": [Tracer()]})
+    start = ("start", [("system", "Be brief."), ("human", "hello")])
+    assert seen == [start, ("token", "yes"), ("end", "yes", 12), start, ("error", "gone")]
 
 
 FINISHED = CallFinished("r1", "asker", 1, "c0", 0.0, "stop", 10, 2, 4, 1, 0.0, "replica-a")

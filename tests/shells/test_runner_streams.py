@@ -116,11 +116,13 @@ async def test_messages_come_as_pieces_or_as_wholes(kit):
     run = await runner.create_run(request("hi", "talking", stream_mode=("messages", "messages-tuple")))
     events = [(event, data) for _, event, data in await collect(runner, run)]
     names = [event for event, _ in events]
-    assert names == ["metadata", "messages", "messages/metadata", "messages/complete", "end"]
-    (piece, where), (whole,) = events[1][1], events[3][1]
-    assert (piece["content"], piece["type"], where["langgraph_node"]) == ("speak:hi", "ai", "speak")
-    assert whole == piece
-    assert list(events[2][1]) == [piece["id"]]
+    spoken, written = ["messages", "messages/metadata", "messages/partial"], ["messages", "messages/metadata"]
+    assert names == ["metadata", *spoken, *written, "messages/complete", "end"]
+    (piece, where), (so_far,) = events[1][1], events[3][1]
+    assert (piece["content"], piece["type"], where["langgraph_node"]) == ("speak:hi", "AIMessageChunk", "speak")
+    assert (so_far["content"], so_far["id"], list(events[2][1])) == ("speak:hi", piece["id"], [piece["id"]])
+    (message, _), (whole,) = events[4][1], events[6][1]
+    assert (whole, whole["id"], whole["type"]) == (message, "message-1", "ai")
 
 
 async def test_langchain_events_come_beside_the_other_modes(kit):

@@ -37,7 +37,7 @@ from pbkv_ray.core.calls import Caller
 from pbkv_ray.core.events import CallFinished, CallStarted, RunEnded, RunStarted
 from pbkv_ray.errors import ConfigError, EngineError, UnavailableError
 from pbkv_ray.replay.arrivals import ToolWaits, uniform
-from pbkv_ray.replay.bench_policies import spread
+from pbkv_ray.replay.tallies import spread
 from pbkv_ray.replay.token_calls import serve_tokens
 from pbkv_ray.replay.workload import TraceRun, Workload, prompt_tokens
 from pbkv_ray.routing.asked import Asked

@@ -41,6 +41,8 @@ def after_state(output: Any, scheduler: Any, *args: Any) -> Any:
     if hasattr(cache, "admit"):
         count = cache.tree_core.count
         state |= {"partial": count.partial, "fallbacks": count.fallbacks, "failures": count.failures}
+        if cache.oversight is not None:
+            state["guard_fallbacks"] = cache.oversight.guard.count.fallbacks
         done = getattr(cache.prefetcher, "count", None)
         state["prefetch"] = {} if done is None else {name: getattr(done, name) for name in done.__slots__}
     output.internal_state["pbkv"] = state

@@ -39,7 +39,9 @@ def evict_command(
 @bench_app.command("policies")
 def policies_command(
     trace: Annotated[Path, typer.Option(help="a *.wf.jsonl.gz, Mooncake or pbkv-runs file")],
-    policies: Annotated[str, typer.Option(help="comma separated")] = "lru,session,pbkv,pbkv+",
+    policies: Annotated[
+        str, typer.Option(help="comma separated; NAME@auto: admission holds new runs back")
+    ] = "lru,session,pbkv,pbkv+",
     pool_fraction: Annotated[float, typer.Option(help="device pool as a share of the live footprint")] = 0.3,
     concurrency: Annotated[int, typer.Option(min=1, help="runs in flight")] = 16,
     runs: Annotated[int, typer.Option(min=1)] = 40,
@@ -51,6 +53,7 @@ def policies_command(
     max_running: Annotated[int, typer.Option(min=1, help="batch of the engine")] = 8,
     train: Annotated[bool, typer.Option(help="predictors saw the other half of the trace before")] = True,
     noise: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of uniform noise in forecasts")] = 0.0,
+    misled: Annotated[bool, typer.Option("--misled", help="all forecasts are sure and wrong")] = False,
     size: Annotated[str, typer.Option(help="random-weight model: nano, tiny or 25m")] = "25m",
     seed: Annotated[int, typer.Option()] = 0,
     json_path: JsonOption = None,
@@ -58,11 +61,11 @@ def policies_command(
     """Replay a trace on the real engine under several policies; hits are tokens over prompt tokens."""
     from pbkv_ray.config import EngineOptions
     from pbkv_ray.engine.models import cache_dir, tiny_model
-    from pbkv_ray.replay.bench_policies import BenchOptions, bench_policies
+    from pbkv_ray.replay.bench_policies import BenchOptions, bench_policies, named
     from pbkv_ray.replay.traces import read_trace
 
     names = tuple(name.strip() for name in policies.split(",") if name.strip())
-    if not names or set(names) - set(POLICIES):
+    if not names or {named(name) for name in names} - set(POLICIES):
         raise ConfigError(f"--policies {policies!r}: known are {', '.join(POLICIES)}")
     workload = read_trace(trace)
     shown = workload.half("report").max_prompt(max_prompt).cut(runs, seed).max_output(max_output)
@@ -74,15 +77,16 @@ def policies_command(
         max_running_requests=max_running,
         dtype="float32",
     )
-    options = BenchOptions(engine, names, pool_fraction, concurrency, blocks, noise=noise, seed=seed)
+    options = BenchOptions(engine, names, pool_fraction, concurrency, blocks, noise=noise, misled=misled, seed=seed)
     result = asyncio.run(bench_policies(shown, seen, options, lambda line: console.print(line, highlight=False)))
-    table = Table("policy", "device", "host", "run s", "ttft s", "recomputed", "prefill share", "evict ms")
+    table = Table("policy", "device", "host", "run s", "done s", "ttft s", "recomputed", "prefill share", "evict ms")
     for name, row in result["policies"].items():
         table.add_row(
             name,
             f"{row['device_hit']:.3f}",
             f"{row['host_hit']:.3f}",
             f"{row['run_seconds']['mean']:.1f}",
+            f"{row['completion_seconds']['mean']:.1f}",
             f"{row['ttft_seconds']['mean']:.2f}",
             str(row["recomputed_tokens"]),
             str(row["prefill_share"]),

@@ -8,35 +8,45 @@ so that what the machine does meanwhile is spread over all of them.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from scipy.stats import t as t_distribution
-
 from pbkv_ray.config import EngineOptions
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.calls import Caller
+from pbkv_ray.core.events import CallFinished
 from pbkv_ray.core.forecast import Forecast
+from pbkv_ray.core.gate import Gate
 from pbkv_ray.engine.measured import SWITCH
 from pbkv_ray.engine.policies import STOCK
 from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import EngineError
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import ToolWaits, uniform
+from pbkv_ray.replay.misled import Misled
 from pbkv_ray.replay.owned import true_forecast, with_noise
+from pbkv_ray.replay.tallies import Tally, paired_ratio
 from pbkv_ray.replay.token_calls import serve_tokens
 from pbkv_ray.replay.workload import TraceRun, Workload, prompt_tokens
 
 HORIZON = 10
+AUTO = "@auto"
 _OURS = "ours"
+
+
+def named(policy: str) -> str:
+    """The policy alone, of NAME@auto."""
+    return policy.removesuffix(AUTO)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`engine.device_pool_tokens` and `context_length` are set from the workload. noise: lambda of paper Eq. 5."""
+    """`engine.device_pool_tokens` and `context_length` are set from the workload. noise: lambda of paper Eq. 5.
+
+    policies: names; NAME@auto also has admission in service (`core.gate`) hold new runs back.
+    """
 
     engine: EngineOptions
     policies: tuple[str, ...]
@@ -45,60 +55,8 @@ class BenchOptions:
     blocks: int = 2
     tools: ToolWaits = field(default_factory=lambda: ToolWaits(0.1, 0.5))
     noise: float = 0.0
+    misled: bool = False  # all forecasts are sure and wrong
     seed: int = 0
-
-
-@dataclass(slots=True)
-class Tally:
-    """One policy's figures over all blocks."""
-
-    prompt: int = 0
-    device: int = 0
-    host: int = 0
-    run_s: list[float] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    wall_s: float = 0.0
-    engine: dict[str, float] = field(default_factory=dict)
-    cpu_us: list[float] = field(default_factory=list)  # of the scheduler, a prompt token, one per block
-    prefetch: dict[str, int] = field(default_factory=dict)
-
-    def add_engine(self, before: dict[str, Any], after: dict[str, Any], prompt: int) -> None:
-        """What the engine counted in a block of `prompt` prompt tokens."""
-        self.cpu_us.append(1e6 * (after.get("cpu_s", 0.0) - before.get("cpu_s", 0.0)) / max(1, prompt))
-        for key, value in after.items():
-            if key == "prefetch":
-                for name, tokens in value.items():
-                    self.prefetch[name] = self.prefetch.get(name, 0) + tokens
-            else:
-                # A policy is chosen with fresh counters, the rest counts since the engine started.
-                fresh = key in ("partial", "fallbacks", "failures")
-                self.engine[key] = self.engine.get(key, 0) + value - (0 if fresh else before.get(key, 0))
-
-    def as_json(self) -> dict[str, Any]:
-        busy = self.engine.get("prefill_s", 0.0) + self.engine.get("decode_s", 0.0)
-        computed = self.prompt - self.device - self.host
-        return {
-            "device_hit": round(self.device / max(1, self.prompt), 4),
-            "host_hit": round(self.host / max(1, self.prompt), 4),
-            "run_seconds": spread(self.run_s),
-            "ttft_seconds": spread(self.ttft_s),
-            "prompt_tokens": self.prompt,
-            "recomputed_tokens": computed,
-            "prefetch": {f"{name}_tokens": self.prefetch.get(name, 0) for name in ("useful", "late", "wasted")},
-            "evicted_tokens": int(self.engine.get("evicted_tokens", 0)),
-            "evict_ms_mean": round(1e3 * self.engine.get("evict_s", 0) / max(1, self.engine.get("evictions", 0)), 4),
-            "scheduler_cpu_s": round(self.engine.get("cpu_s", 0.0), 2),
-            "prefill_share": round(self.engine.get("prefill_s", 0.0) / busy, 3) if busy else None,
-            "fallbacks": int(self.engine.get("fallbacks", 0) + self.engine.get("failures", 0)),
-            "wall_seconds": round(self.wall_s, 2),
-        }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"mean": 0.0, "p50": 0.0, "p99": 0.0}
-    p50, p99 = np.percentile(values, [50, 99])
-    return {"mean": round(float(np.mean(values)), 3), "p50": round(float(p50), 3), "p99": round(float(p99), 3)}
 
 
 async def bench_policies(
@@ -115,15 +73,17 @@ async def bench_policies(
             runs = workload.runs[block :: options.blocks]
             turn = block % len(options.policies)
             for policy in (*options.policies[turn:], *options.policies[:turn]):
-                server = await engine_of(policy)
+                server = await engine_of(named(policy))
                 before, prompt = await _state(server), tallies[policy].prompt
-                loop = ClosedLoop(server, policy, runs, train, options, tallies[policy])
+                gate = Gate(pool) if policy.endswith(AUTO) else None
+                loop = ClosedLoop(server, policy, runs, train, options, tallies[policy], gate)
                 await loop.run()
                 tallies[policy].add_engine(before, await _state(server), tallies[policy].prompt - prompt)
                 figures = tallies[policy].as_json()
                 progress(
                     f"block {block + 1}/{options.blocks} {policy:8} device {figures['device_hit']:.3f} "
-                    f"host {figures['host_hit']:.3f} run {figures['run_seconds']['mean']:.1f} s"
+                    f"host {figures['host_hit']:.3f} run {figures['run_seconds']['mean']:.1f} s "
+                    f"done {figures['completion_seconds']['mean']:.1f} s"
                 )
     busy = [(t.engine.get("prefill_s", 0.0), t.engine.get("decode_s", 0.0)) for t in tallies.values()]
     prefill, decode = (sum(part) for part in zip(*busy, strict=True))
@@ -140,6 +100,7 @@ async def bench_policies(
         "write_policy": options.engine.write_policy,
         "max_running": options.engine.max_running_requests,
         "noise": options.noise,
+        "misled": options.misled,
         "seed": options.seed,
         "prefill_share": round(prefill / (prefill + decode), 3) if prefill + decode else None,
     }
@@ -148,21 +109,6 @@ async def bench_policies(
         "policies": {name: tally.as_json() for name, tally in tallies.items()},
         "scheduler_cpu_ratio": {name: paired_ratio(t.cpu_us, first.cpu_us) for name, t in tallies.items()},
         "setup": setup,
-    }
-
-
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """{"mean", "low", "high"}: geometric mean of the blocks' ratios and its 95 % interval (Student's t).
-
-    None for less than three blocks, or where the scheduler reports no CPU time.
-    """
-    if len(ours) < 3 or min(*ours, *theirs) <= 0:
-        return None
-    logs = np.log(ours) - np.log(theirs)
-    half = float(t_distribution.ppf(0.975, len(logs) - 1)) * float(logs.std(ddof=1)) / len(logs) ** 0.5
-    mean = float(logs.mean())
-    return {
-        name: round(float(np.exp(x)), 4) for name, x in (("mean", mean), ("low", mean - half), ("high", mean + half))
     }
 
 
@@ -207,7 +153,7 @@ async def _state(server: EngineServer) -> dict[str, Any]:
 
 
 class ClosedLoop:
-    """`concurrency` clients; each takes the next run when its last one has ended."""
+    """`concurrency` clients; each takes the next run when its last one has ended, and `gate` lets it begin."""
 
     def __init__(
         self,
@@ -217,11 +163,13 @@ class ClosedLoop:
         train: Workload | None,
         options: BenchOptions,
         tally: Tally,
+        gate: Gate | None = None,
     ) -> None:
         self._server, self._policy, self._options, self._tally = server, policy, options, tally
+        self._gate, self._in_flight, self._news = gate, 0, asyncio.Event()
         self._queue = list(enumerate(runs))[::-1]
         self._vocabulary = int(server.manager.model_config.vocab_size)
-        self._predictor = VariableOrderCounts()
+        self._predictor = Misled() if options.misled else VariableOrderCounts()
         self._versions: dict[str, int] = {}
         for run in () if train is None else train.runs:
             for at, agent in enumerate(run.agents):
@@ -229,7 +177,7 @@ class ClosedLoop:
             self._predictor.observe(run.workflow, run.agents, None)
 
     async def run(self) -> None:
-        started = time.perf_counter()
+        self._began = started = time.perf_counter()
         ticker = asyncio.create_task(self._tick())
         async with asyncio.TaskGroup() as clients:
             for client in range(self._options.concurrency):
@@ -244,16 +192,29 @@ class ClosedLoop:
 
     async def _client(self, client: int) -> None:
         await asyncio.sleep(2.0 * uniform(self._options.seed, "start", client))
-        while self._queue:
+        while await self._admitted() and self._queue:
             number, run = self._queue.pop()
+            self._in_flight += 1
             started = time.perf_counter()
             for at in range(len(run.calls)):
                 if at:
                     await asyncio.sleep(self._options.tools.wait_s(run, at, self._options.seed))
                 await self._call(run, at, number * 1_000 + at)
             self._tally.run_s.append(time.perf_counter() - started)
+            self._tally.done_s.append(time.perf_counter() - self._began)
+            self._in_flight -= 1
+            if self._gate is not None:
+                self._gate.ended(self._name(run))
+            self._news.set()
             self._predictor.observe(run.workflow, run.agents, None)
             await self._server.retire(self._name(run))
+
+    async def _admitted(self) -> bool:
+        """When one more run may begin."""
+        while self._gate is not None and self._queue and self._gate.held(self._in_flight):
+            self._news.clear()
+            await self._news.wait()
+        return True
 
     def _name(self, run: TraceRun) -> str:
         return f"{self._policy}:{run.run_id}"
@@ -264,16 +225,33 @@ class ClosedLoop:
         self._predictor.observe(run.workflow, history[:-1], history[-1])
         self._publish(caller.run_id, run, history)
         ids = prompt_tokens(call, self._vocabulary, private).tolist()
-        session_id = caller.run_id if self._policy == "session" else None
+        session_id = caller.run_id if named(self._policy) == "session" else None
         served = await serve_tokens(self._server.manager, ids, caller, call.output_tokens, session_id=session_id)
         self._tally.prompt += served.prompt
         self._tally.device += served.device
         self._tally.host += served.host
         self._tally.ttft_s.append(served.first_token_s)
+        if self._gate is not None:
+            self._gate.called(
+                CallFinished(
+                    caller.run_id,
+                    call.agent,
+                    at,
+                    str(private),
+                    time.time(),
+                    "stop",
+                    served.prompt,
+                    call.output_tokens,
+                    served.device,
+                    served.host,
+                    first_token_s=served.first_token_s,
+                )
+            )
+            self._news.set()
 
     def _publish(self, run_id: str, run: TraceRun, history: tuple[str, ...]) -> None:
         forecast: Forecast | None
-        if self._policy == "oracle":
+        if named(self._policy) == "oracle":
             forecast = true_forecast(run.agents, len(history))
         else:
             forecast = self._predictor.forecast(run.workflow, history, HORIZON)

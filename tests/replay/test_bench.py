@@ -2,7 +2,7 @@
 
 import pytest
 
-from pbkv_ray.replay.bench_policies import paired_ratio
+from pbkv_ray.replay.tallies import paired_ratio
 
 
 def test_the_ratio_of_paired_blocks_forgets_what_slows_both():

@@ -57,7 +57,7 @@ class ControllerOptions:
     max_agents_per_run: int = 64
     max_history: int = 512  # agents kept of a run's path
     max_id_length: int = 256
-    max_learned_per_s: int = 500  # calls that the predictor learns from
+    max_learned_per_s: int = 200  # calls that the predictor learns from
     predictor_models: str = ""  # folder of model folders (`pbkv train --out`); empty: counts alone
     record_to: str = ""  # SQLAlchemy URL of the store that keeps every run's calls; empty: nothing is recorded
 

@@ -12,8 +12,8 @@ from pbkv_ray.cli.report import print_json
 def controller(
     rate: Annotated[int, typer.Option(min=1, help="events a second, over all sources")] = 50_000,
     seconds: Annotated[float, typer.Option(min=1.0)] = 20.0,
-    sources: Annotated[int, typer.Option(min=1, help="runners and gateways that send")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="events of a batch")] = 512,
+    sources: Annotated[int, typer.Option(min=1, help="runners and gateways that send")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="events of a batch: what a pump sends at most")] = 4_096,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the result there")] = None,
 ) -> None:
     """How many events a real controller actor takes, how long a batch takes it, and whether its memory grows."""

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from pbkv_ray.config import ControllerOptions
-from pbkv_ray.control.desk import RoutingDesk
+from pbkv_ray.control.desk import COALESCE_S, RoutingDesk
 from pbkv_ray.control.prediction import Prediction
 from pbkv_ray.control.recording import Recording
 from pbkv_ray.core.actions import Action
@@ -30,7 +30,7 @@ from pbkv_ray.core.outbox import Outbox
 
 NAMESPACE = "pbkv"
 TICK_S = 1.0
-HINTS_EVERY_S = 0.02  # a replica hears of changes at most so often
+SLICE = 2048  # events handled at a stretch
 SILENT_REPLICA_S = 30.0
 
 
@@ -52,7 +52,7 @@ class ControllerHost(RoutingDesk):
         self._news: dict[str, asyncio.Event] = {}
         self._told_s: dict[str, float] = {}  # when a replica last got actions, on the loop's clock
         self._counts: Counter[str] = Counter()
-        self._took: deque[float] = deque(maxlen=4_096)  # seconds a batch
+        self._took: deque[float] = deque(maxlen=4_096)  # seconds a slice of a batch
         self._process = psutil.Process()
         self._ordered_policy: str | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -60,9 +60,12 @@ class ControllerHost(RoutingDesk):
     async def events(self, batch: Batch) -> str:
         """Returns the controller's epoch; a new one tells runners to announce their runs again."""
         self._ensure_ticking()
-        started = perf_counter()
-        self._perform(self._controller.receive(batch))
-        self._took.append(perf_counter() - started)
+        for first in range(0, len(batch.events), SLICE):
+            started = perf_counter()
+            part = replace(batch, sequence=batch.sequence + first, events=batch.events[first : first + SLICE])
+            self._perform(self._controller.receive(part))
+            self._took.append(perf_counter() - started)
+            await asyncio.sleep(0)  # a router that asks for a place does not wait for all of it
         return self.epoch
 
     async def hints(
@@ -78,7 +81,7 @@ class ControllerHost(RoutingDesk):
         outbox = self._outboxes.setdefault(replica, Outbox())
         loop = asyncio.get_running_loop()
         # What changes in one moment travels together: a busy cluster would else pay for every change by itself.
-        if (early_s := self._told_s.get(replica, 0.0) + HINTS_EVERY_S - loop.time()) > 0:
+        if (early_s := self._told_s.get(replica, 0.0) + COALESCE_S - loop.time()) > 0:
             await asyncio.sleep(early_s)
         number, actions = outbox.take(acknowledged)
         if not actions:

@@ -11,7 +11,7 @@ from pbkv_ray.core.places import Changes, Place
 from pbkv_ray.core.placing import Placing
 from pbkv_ray.core.routing import Decision, RoutingOptions
 
-COALESCE_S = 0.05  # a router hears of changes at most so often
+COALESCE_S = 0.05  # a router, or a replica, hears of changes at most so often
 
 
 class RoutingDesk:

@@ -25,7 +25,7 @@ class EventPump:
         send: Send,
         *,
         capacity: int = 20_000,
-        batch: int = 512,
+        batch: int = 4_096,
         retry_s: float = 0.25,
         linger_s: float = 0.005,
     ) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,11 @@ class Forecast(Record):
     step: Array
     wait_s: Array | None = None
 
+    def __reduce__(self) -> tuple[Callable[..., "Forecast"], tuple[Any, ...]]:
+        """The arrays as bytes: Ray sends every array beside the rest, which costs more than all that is in them."""
+        wait = None if self.wait_s is None else np.asarray(self.wait_s, np.float64).tobytes()
+        return _arrived, (self.agents, np.asarray(self.step, np.float64).tobytes(), len(self.step), wait)
+
     def mass(self) -> Array:
         """[K, agents]: s^(k) P^(k)[agent], the probability that call k is made and made by that agent."""
         alive = np.concatenate(([1.0], np.cumprod(1.0 - self.step[:-1, -1])))
@@ -37,6 +42,14 @@ class Forecast(Record):
         """[agents]: sum over k of gamma^(k-1) s^(k) P^(k)[agent] (paper Eq. 2, one run's share)."""
         mass = self.mass()[:horizon]
         return np.asarray(gamma ** np.arange(len(mass)) @ mass)
+
+
+def _arrived(agents: tuple[str, ...], step: bytes, steps: int, wait: bytes | None) -> Forecast:
+    return Forecast(
+        agents,
+        np.frombuffer(step, np.float64).reshape(steps, len(agents) + 1),
+        None if wait is None else np.frombuffer(wait, np.float64),
+    )
 
 
 @dataclass(frozen=True, slots=True)

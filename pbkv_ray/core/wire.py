@@ -1,5 +1,6 @@
 """How small records travel between processes."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 
@@ -10,5 +11,5 @@ class Record:
     __slots__ = ()
     __match_args__: ClassVar[tuple[str, ...]]
 
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return type(self), tuple([getattr(self, name) for name in self.__match_args__])

@@ -34,6 +34,7 @@ def test_a_forecast_keeps_its_arrays():
     got = pickle.loads(pickle.dumps(sent))
     assert (got.run_id, got.version, got.at_s, got.forecast.agents) == ("r", 3, 1.0, ("a",))
     assert (got.forecast.step.tolist(), got.forecast.wait_s.tolist()) == ([[0.25, 0.75]], [2.0])
+    assert pickle.loads(pickle.dumps(Forecast((), np.ones((2, 1))))).wait_s is None
 
 
 def test_no_field_is_lost_to_a_class_that_cannot_be_made_from_its_values_in_order():

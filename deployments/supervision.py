@@ -146,7 +146,9 @@ class Supervisor:
 
         agents = self._graphs.spec(run.workflow).agents
         edges = self._graphs.edges(run.workflow)
-        active.callback = LifecycleCallback(run.run_id, run.workflow, agents, edges, emit, clock=self._clock)
+        active.callback = LifecycleCallback(
+            run.run_id, run.workflow, agents, edges, emit, clock=self._clock, resumed=run.attempt > 1
+        )
         return active.callback
 
     def _tell_end(self, active: Active) -> None:

@@ -106,7 +106,7 @@ class ForeignRuns:
         parent = None if who.parent_run_id is None else _prefixed(who.parent_run_id, tenant)
         if now - run.told_s > self._repeat_s:
             run.told_s = now
-            self._emit(RunStarted(run.run_id, workflow, now, parent_run_id=parent))
+            self._emit(RunStarted(run.run_id, workflow, now, parent_run_id=parent, again=run.steps > 0))
         caller = Caller(run.run_id, workflow, who.agent or "default", run.steps, parent)
         run.seen_s = now
         run.steps += 1

@@ -20,7 +20,8 @@ Outcome = Literal["completed", "failed", "cancelled", "interrupted", "expired"]
 class RunStarted(Record):
     """`agents` and `edges` are the LangGraph graph's own, the forecast's prior; empty for foreign harnesses.
 
-    Runners repeat the event while a run lives: it starts the lease anew, and tells a restarted controller.
+    Runners repeat the event while a run lives: it starts the lease anew, and tells a restarted controller. `again`
+    then, since what was before is not said again.
     """
 
     run_id: str
@@ -29,6 +30,7 @@ class RunStarted(Record):
     agents: tuple[str, ...] = ()
     edges: tuple[tuple[str, str], ...] = ()
     parent_run_id: str | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

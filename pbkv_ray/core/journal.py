@@ -94,7 +94,7 @@ class Journal:
             case RunStarted():
                 first = event.run_id not in self._open
                 known = self._touch(event.run_id, event.at_s)
-                known.whole = known.whole or first
+                known.whole = known.whole or (first and not event.again)
                 known.run.workflow = event.workflow
             case CallStarted():
                 self._started(event)

@@ -18,6 +18,8 @@ from pbkv_ray.core.events import AgentEntered, AgentLeft, Event, Outcome, RunEnd
 class LifecycleCallback(GraphCallbackHandler):
     """Events of one run, in order. `agents` names the graph nodes that call the LLM; all others are tools.
 
+    `resumed`: an earlier attempt has said that the run started.
+
     `finish` may be called from outside, by a runner whose task was cancelled before LangGraph could say so;
     the first end counts.
     """
@@ -35,6 +37,7 @@ class LifecycleCallback(GraphCallbackHandler):
         emit: Callable[[Event], None],
         *,
         clock: Callable[[], float] = time,
+        resumed: bool = False,
     ) -> None:
         self._run_id = run_id
         self._workflow = workflow
@@ -42,6 +45,7 @@ class LifecycleCallback(GraphCallbackHandler):
         self._announce = tuple(agents), tuple(edges)
         self._emit = emit
         self._clock = clock
+        self._said = resumed
         self._root: UUID | None = None
         self._open: dict[UUID, tuple[str, int]] = {}  # agents that are executing now
         self._interrupted = False
@@ -53,7 +57,8 @@ class LifecycleCallback(GraphCallbackHandler):
 
     def start(self) -> None:
         agents, edges = self._announce
-        self._emit(RunStarted(self._run_id, self._workflow, self._clock(), agents, edges))
+        self._emit(RunStarted(self._run_id, self._workflow, self._clock(), agents, edges, again=self._said))
+        self._said = True
 
     def finish(self, outcome: Outcome) -> None:
         if self._ended:

@@ -105,3 +105,18 @@ def test_everything_is_bounded_and_what_is_dropped_is_counted():
     assert [call.prefill for call in run.calls] == [VECTOR.tobytes(), None]
     note(journal, CallState("z0", "prefill", VECTOR), RunEnded("z", "completed", 1.0), Tick(7.0), Tick(9.0))
     assert journal.take()[0].calls[0].prefill == VECTOR.tobytes()
+
+
+def test_a_run_that_a_restarted_controller_hears_of_in_its_middle_is_left_out():
+    journal = Journal(JournalOptions(settle_s=2.0))
+    for run_id, again in (("whole", False), ("half", True)):
+        call = f"call of {run_id}"
+        note(
+            journal,
+            RunStarted(run_id, "swe", 1.0, again=again),
+            started(call, "planner", 1.5, run_id),
+            finished(call, "planner", 2.3, run_id),
+            RunEnded(run_id, "completed", 5.0),
+        )
+    note(journal, Tick(6.0), Tick(9.0))
+    assert [run.run_id for run in journal.take()] == ["whole"]

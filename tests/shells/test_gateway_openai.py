@@ -60,7 +60,7 @@ async def test_an_agent_without_a_name_is_the_default_one() -> None:
     kit = Kit()
     async with kit.client() as client:
         await _ask(client, {"x-claude-code-session-id": "s1", "x-claude-code-parent-agent-id": "s0"})
-    assert kit.chat.asked[0][1] == Caller("ext:s1", "ext:default", "default", 0)
+    assert kit.chat.asked[0][1] == Caller("ext:s1", "ext:default", "default", 0, "ext:s0")
     assert kit.events[0] == RunStarted("ext:s1", "ext:default", AT, parent_run_id="ext:s0")
 
 

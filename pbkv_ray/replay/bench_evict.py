@@ -17,7 +17,7 @@ from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.reuse import Tier
 from pbkv_ray.replay.bare_cache import BareCache
 
-_ROUND = 200  # evictions of one cache in a row
+_ROUND = 500  # evictions of one cache in a row
 _LEAF = 4  # tokens of a leaf, the only ones that its set does not share
 _AGENTS = ("planner", "coder", "tester", "reviewer")
 CACHES = {"pbkv": ("pbkv+", "python"), "python_lru": ("lru", "python"), "rust_lru": ("lru", "rust")}

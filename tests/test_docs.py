@@ -222,3 +222,21 @@ async def test_the_workflow_of_the_authors_page_runs() -> None:
     assert ended == {"question": "Why?", "answer": "<Why?\nImprove: <Why?>>"}
     lines = [line for line in text.splitlines() if line and not line.startswith(("from", "import"))]
     assert len(lines) <= 12
+
+
+async def test_the_loop_of_the_authors_page_goes_on_until_the_critic_is_content() -> None:
+    class FakeLLM:
+        def __init__(self, *verdicts: str) -> None:
+            self.verdicts = iter(verdicts)
+
+        async def chat(self, messages: list[Any], *, max_tokens: int, regex: str | None = None) -> str:
+            return "a note" if regex is None else next(self.verdicts)
+
+    names: dict[str, Any] = {"__name__": "mine"}
+    exec(compile(snippet("docs/authors.md", "from typing"), "mine.py", "exec", dont_inherit=True), names)
+    (spec,) = names["REGISTRY"].values()
+    rounds = []
+    for verdicts in (["OK"], ["AGAIN", "OK"], ["AGAIN"] * 3):
+        ended = await spec.build(FakeLLM(*verdicts)).compile().ainvoke(spec.checked({"task": "Rain."}))
+        rounds.append((ended["rounds"], ended["verdict"]))
+    assert rounds == [(1, "OK"), (2, "OK"), (3, "AGAIN")]

@@ -99,7 +99,7 @@ def show(run_id: RunId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     table.add_column("not found")
     for call in run["calls"]:
         spans = missed.get(call["order"], [])
-        why = ", ".join(f"{span['end'] - span['start']:,} {span['cause']}" for span in spans)
+        why = ", ".join(f"{span['end'] - span['start']:,} {span['cause']} from {span['start']:,}" for span in spans)
         tokens = [f"{call[name]:,}" for name in ("prompt_tokens", "device_cached_tokens", "host_cached_tokens")]
         output, seconds = f"{call['output_tokens']:,}", f"{call['seconds']:.1f}"
         table.add_row(str(call["order"]), call["agent"], *tokens, output, seconds, why)

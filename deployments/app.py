@@ -82,8 +82,8 @@ def _autoscaling(args: AppArgs) -> dict[str, Any] | None:
         "min_replicas": args.engine_replicas,
         "max_replicas": args.max_engine_replicas,
         "look_back_period_s": 30.0,
-        "upscale_delay_s": 30.0,
-        "downscale_delay_s": 600.0,  # a replica that goes takes its cache with it
+        "upscale_delay_s": args.scale_up_after_s,
+        "downscale_delay_s": args.scale_down_after_s,
         "policy": {
             "policy_function": POLICY,
             "policy_kwargs": {"queued_tokens": args.scale_at_queued_tokens, "max_running": args.max_running_requests},

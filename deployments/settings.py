@@ -34,6 +34,8 @@ class AppArgs(BaseModel):
     engine_replicas: Positive = 1
     max_engine_replicas: Positive | None = None  # above engine_replicas: Serve autoscales between the two
     scale_at_queued_tokens: Positive = 8_192  # uncached prompt tokens waiting in a replica: above it, it is behind
+    scale_up_after_s: Annotated[float, Field(ge=0)] = 30.0  # so long engines must be behind before one more is started
+    scale_down_after_s: Annotated[float, Field(ge=0)] = 600.0  # idle; an engine that goes takes its cache with it
     drain_s: Annotated[float, Field(gt=0)] = (
         30.0  # how long an engine that goes may finish its calls; on a cluster, the longest call
     )

@@ -4,32 +4,24 @@ One application: gateway, runner on SQLite, controller, two engines of the tiny 
 what each death cost is printed, and written to the file that PBKV_KILL_TABLE names.
 """
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
-from langgraph_sdk import get_client
 
 from pbkv_ray.control.client import ControllerClient
+from tests.e2e.load import ROUNDS, RUNS, Load, becomes, free_port, hit
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.soak]
 
 APP = f"pbkv-kill-{os.getpid()}"  # Ray names its processes by it
-RUNS = 12
-ROUNDS = 8
-PATIENCE_S = 900.0  # for whatever must become so: an engine starts in minutes where others want the cores too
-ALIVE = ("pending", "running")
-TASK = "The pump was replaced on Tuesday and the pressure rose; the committee wrote down what had been said. "
 
 
 @dataclass
@@ -45,78 +37,6 @@ class Row:
     hit_before: float
     hit_with: float
     hit_after: float = 0.0
-
-
-@dataclass
-class Load:
-    """Background runs, submitted at once."""
-
-    url: str
-    threads: dict[str, str] = field(default_factory=dict)  # run -> thread
-    began_s: float = 0.0
-
-    async def submit(self, name: str) -> None:
-        self.began_s = time.time()
-        async with get_client(url=self.url, api_key="") as client:
-            for number in range(RUNS):
-                asked = {"task": f"{name} {number}. {TASK * 12}", "rounds": ROUNDS, "answer_tokens": 12}
-                run = await client.runs.create(None, "echo", input=asked)
-                self.threads[run["run_id"]] = run["thread_id"]
-
-    async def get(self, path: str) -> Any:
-        """An answer, however often a process must be waited for."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=30.0) as http:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    try:
-                        answer = await http.get(path)
-                        if answer.status_code < 500:
-                            assert answer.status_code == 200, answer.text
-                            return answer.json()
-                    except httpx.TransportError:
-                        pass
-                    await asyncio.sleep(0.5)
-
-    async def runs(self) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(self.get(f"/v1/runs/{run}") for run in self.threads)))
-
-    async def calls(self) -> list[dict[str, Any]]:
-        found = await asyncio.gather(*(self.get(f"/v1/runs/{run}/calls") for run in self.threads))
-        return [call for calls in found for call in calls]
-
-    async def ended(self) -> list[dict[str, Any]]:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                runs = await self.runs()
-                if not any(run["status"] in ALIVE for run in runs):
-                    return runs
-                await asyncio.sleep(0.5)
-
-    async def in_full_swing(self) -> int:
-        """Waits until a quarter of the calls is done; the runs that are then in flight."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(await self.calls()) < RUNS * ROUNDS / 4:
-                await asyncio.sleep(0.2)
-        return sum(run["status"] in ALIVE for run in await self.runs())
-
-
-def hit(calls: Iterable[dict[str, Any]]) -> float:
-    calls = list(calls)
-    prompt = sum(call["prompt_tokens"] for call in calls)
-    return round(sum(call["device_cached_tokens"] for call in calls) / prompt, 3) if prompt else 0.0
-
-
-async def becomes(wanted: object, look: Callable[[], Awaitable[object]]) -> None:
-    seen: object = None
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            if (seen := await look()) == wanted:
-                return
-        except Exception as error:  # whoever is asked may be starting again
-            seen = error
-        await asyncio.sleep(0.5)
-    assert seen == wanted
 
 
 def replica_pid(deployment: str) -> int:
@@ -180,9 +100,7 @@ def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
     from deployments.app import run_local, stop_application
     from deployments.settings import AppArgs
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     database = tmp_path_factory.mktemp("kill") / "runs.sqlite"
     args = AppArgs.checked(
         {

@@ -244,6 +244,10 @@ class Routes:
             run, place = place.parent, self._places.get(place.parent) or Place()
         return run
 
+    def family_home(self, run: str) -> str | None:
+        """Where the runs of its family went so far; its own home, if it has no parent."""
+        return self._home_of(self._root(run, self._places.get(run) or Place()))
+
     def _home_of(self, root: str) -> str | None:
         promised = self._promised.get(root)
         place = self._places.get(root)

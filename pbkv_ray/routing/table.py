@@ -75,12 +75,13 @@ class TableCopy:
         """The replica for a call, of those in `among`; None only if there is none."""
         run_id, tokens = asked.run_id, asked.prompt_tokens
         news = False  # whether the controller would not learn of the run's place from us otherwise
-        if run_id not in self.routes:
-            news = self._nothing_to_ask(asked)
-            if news:
-                self.routes.started(run_id, asked.parent_run_id)
-            elif (placed := await self._consult(run_id, tokens, among)) is not None:
-                return placed
+        place = self.routes.get(run_id)
+        if place is None and (news := self._nothing_to_ask(asked)):
+            self.routes.started(run_id, asked.parent_run_id)
+        elif (place is None or self._astray(run_id, place)) and (
+            placed := await self._consult(run_id, tokens, among)
+        ) is not None:
+            return placed
         home = place.home if (place := self.routes.get(run_id)) is not None else None
         decision = self.routes.route(run_id, tokens, self._clock(), among)
         if decision is not None and (news or home not in (None, decision.replica)):
@@ -89,8 +90,12 @@ class TableCopy:
 
     def _nothing_to_ask(self, asked: Asked) -> bool:
         """A run that begins has its context nowhere, but for its family's; how busy replicas are is known here."""
-        known_family = asked.parent_run_id is None or asked.parent_run_id in self.routes
-        return asked.begins and known_family and self._version >= 0
+        parent = asked.parent_run_id
+        return asked.begins and self._version >= 0 and (parent is None or self.routes.family_home(parent) is not None)
+
+    def _astray(self, run_id: str, place: Place) -> bool:
+        """Its family has no place here: siblings that begin at once must not each find one of their own."""
+        return place.home is None and place.parent is not None and self.routes.family_home(run_id) is None
 
     async def _consult(self, run_id: str, prompt_tokens: int, among: Sequence[str]) -> Decision | None:
         """Ask the controller for a place. Calls of one run that come at once share the question: the first of them
@@ -119,7 +124,8 @@ class TableCopy:
             return None
         decision, place = placed
         self._metrics.consults.labels("placed").inc()
-        if run_id in self.routes or decision.replica not in among:
+        known = self.routes.get(run_id)
+        if (known is not None and known.home is not None) or decision.replica not in among:
             return None
         self.routes.adopt(run_id, place, decision, prompt_tokens, self._clock())
         return decision

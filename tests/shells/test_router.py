@@ -24,7 +24,7 @@ def call(run: str, text: str = "word " * 400, number: int = 0) -> Call:
 
 
 class FakeController:
-    """Places every run on "b". Answers when `ready`; `news` is what `routes` gives out, then it waits."""
+    """Places every run on "b"; those named child-N are of the family "lead". Answers when `ready`; `news` is what `routes` gives out, then it waits."""
 
     def __init__(self, *news: tuple[bool, Changes]) -> None:
         self.news = list(news)
@@ -46,7 +46,8 @@ class FakeController:
         await self.ready.wait()
         if self.fails:
             raise UnavailableError("the controller did not answer place")
-        return Decision("b", "placed", prompt_tokens, (Cost("b", 1.0, 0.0, 0.0, 0.0),)), Place(home="b")
+        parent = "lead" if run_id.startswith("child-") else None
+        return Decision("b", "placed", prompt_tokens, (Cost("b", 1.0, 0.0, 0.0, 0.0),)), Place("b", parent)
 
     async def settled(self, homes: dict[str, str]) -> None:
         self.moves.append(homes)
@@ -114,6 +115,14 @@ class TestTheCopyOfTheTable:
         await table._step()
         assert [await begun(table, "child", "p"), await begun(table, "orphan", "q")] == ["a", "b"]
         assert [run for run, _ in controller.asked] == ["early", "orphan"]
+
+    async def test_siblings_that_the_table_knows_without_a_home_of_their_family_ask_for_it_once(self) -> None:
+        told = {f"child-{n}": Place(parent="lead") for n in range(3)}
+        controller = FakeController((False, Changes(7, True, told, TWO)))
+        table, _, _ = copy_of(controller)
+        await table._step()
+        homes = [await begun(table, run, "lead") for run in told]
+        assert (homes, [run for run, _ in controller.asked]) == (["b", "b", "b"], ["child-0"])
 
     async def test_without_a_controller_runs_are_placed_here_and_stay(self) -> None:
         controller = FakeController()

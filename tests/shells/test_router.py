@@ -24,7 +24,8 @@ def call(run: str, text: str = "word " * 400, number: int = 0) -> Call:
 
 
 class FakeController:
-    """Places every run on "b"; those named child-N are of the family "lead". Answers when `ready`; `news` is what `routes` gives out, then it waits."""
+    """Places every run on "b"; those named child-N are of the family "lead". Answers when `ready`; `news` is what
+    `routes` gives out, then it waits."""
 
     def __init__(self, *news: tuple[bool, Changes]) -> None:
         self.news = list(news)

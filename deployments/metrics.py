@@ -98,7 +98,8 @@ async def exposition(metrics: GatewayMetrics, parts: Mapping[str, Part], *, time
 
 async def _ask(name: str, part: Part, timeout_s: float, metrics: GatewayMetrics) -> Text:
     try:
-        return await asyncio.wait_for(part(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await part()
     except Exception as error:
         metrics.part_failures.labels(name).inc()
         log.warning("no metrics of %s: %r", name, error)

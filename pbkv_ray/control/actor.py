@@ -88,7 +88,8 @@ class ControllerHost(RoutingDesk):
             news = self._news.setdefault(replica, asyncio.Event())
             news.clear()
             try:
-                await asyncio.wait_for(news.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await news.wait()
             except TimeoutError:
                 return self.epoch, acknowledged, ()
             number, actions = outbox.take(acknowledged)

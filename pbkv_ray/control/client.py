@@ -108,11 +108,9 @@ class ControllerClient:
                 # A lookup in the cluster's table; it blocks, so it stays off the event loop.
                 self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
             reference = getattr(self._actor, method).remote(*arguments)
-            return await asyncio.wait_for(_result(reference), timeout_s or self._timeout_s)
+            # Not wait_for: Python 3.11's forgets that it was cancelled when the answer comes in the same moment.
+            async with asyncio.timeout(timeout_s or self._timeout_s):
+                return await reference
         except (RayError, ValueError, TimeoutError) as error:
             self._actor = None
             raise UnavailableError(f"the controller {self._name} did not answer {method}: {error!r}") from error
-
-
-async def _result(reference: Any) -> Any:
-    return await reference

@@ -31,7 +31,8 @@ class RoutingDesk:
         if table.version == since:
             self._moved.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._moved.wait()
             await asyncio.sleep(COALESCE_S)  # what changes in one moment travels together
         return self.epoch, table.changes(since)
 

@@ -98,7 +98,10 @@ class Background:
         if job is None:
             return
         try:
-            together, seconds = await asyncio.wait_for(_in_thread(job.run), self._served.options.stuck_s)
+            # Not wait_for: Python 3.11's forgets that it was cancelled when the answer comes in the same moment, and
+            # `run` would go on for ever.
+            async with asyncio.timeout(self._served.options.stuck_s):
+                together, seconds = await _in_thread(job.run)
         except TimeoutError:
             self._served.drop(job, "net_stuck")
             return

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pbkv_ray.control.actor import ControllerHost
 from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import Batch, CallFinished, CallStarted, CallState, Event, RunEnded, RunStarted
+from pbkv_ray.predict import background
 from pbkv_ray.predict.features import PathFeatures
 from pbkv_ray.predict.folder import ModelFolder
 from pbkv_ray.predict.inference import ServedNet
@@ -145,6 +147,30 @@ async def test_a_net_that_hangs_is_left_alone_and_calls_are_heard_meanwhile(appl
     finally:
         released.set()
     assert "predictor_gate_open/swe" not in await application.host.counts(), "it is out of service"
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_answer_in_the_moment_of_the_end_keeps_nothing_alive(
+    application: Application, monkeypatch: pytest.MonkeyPatch, turns: int
+):
+    answers: list[tuple[asyncio.Future[Any], Any]] = []
+
+    async def in_our_hands(work: Callable[[], Any]) -> Any:
+        answers.append((asyncio.get_running_loop().create_future(), work()))
+        return await answers[-1][0]
+
+    monkeypatch.setattr(background, "_in_thread", in_our_hands)
+    await application.put(net(lambda paths: [[0, 1, 0, 0]] * len(paths)))
+    await application.send(*start())
+    async with asyncio.timeout(30):
+        while not answers:
+            await asyncio.sleep(0)
+    (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "pbkv-net"]
+    answers[0][0].set_result(answers[0][1])
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    assert await asyncio.wait([task], timeout=30) == ({task}, set())
 
 
 async def test_a_net_that_raises_leaves_the_counts_in_charge_until_a_new_one_comes(application: Application):

@@ -8,8 +8,8 @@ fan-out follow the first), and its tokens wait at the replica until the replica 
 
 All replicas count as equally fast, at the median of the rates that they report. A rate says what a replica happened to
 compute more than what it can: small batches are mostly overhead, deep ones attention. Compared with each other, they
-sent all runs to the replica that had the first long prompt, for ever, since only that one was measured again. Whoever
-is really slower has the longer queue.
+once sent all runs to the replica that had the first long prompt, for ever. Whoever is really slower has the longer
+queue.
 
 Everything is soft: a table that starts empty places runs where reports say that their context is.
 """
@@ -158,8 +158,7 @@ class Routes:
         recent = (*place.recent, computed)[-2:] if place.calls else ()
         home = place.home or (replica if replica in self.replicas else None)
         expected = sum(recent) / len(recent) if recent else self._usual
-        # Written out: `replace` would be most of what an event costs here.
-        self._set(run, Place(home, place.parent, place.held, recent, expected, place.calls + 1))
+        self._set(run, Place(home, place.parent, place.held, recent, expected, place.calls + 1))  # `replace` is slow
 
     def settled(self, run: str, home: str) -> None:
         """A router has chosen a home for the run, or a new one."""
@@ -245,7 +244,7 @@ class Routes:
         return run
 
     def family_home(self, run: str) -> str | None:
-        """Where the runs of its family went so far; its own home, if it has no parent."""
+        """Where its family's runs went so far."""
         return self._home_of(self._root(run, self._places.get(run) or Place()))
 
     def _home_of(self, root: str) -> str | None:

@@ -7,9 +7,8 @@ reports both count what they have sent: a prompt on its way is as good as cached
 fan-out follow the first), and its tokens wait at the replica until the replica had the time to compute them.
 
 All replicas count as equally fast, at the median of the rates that they report. A rate says what a replica happened to
-compute more than what it can: small batches are mostly overhead, deep ones attention. Compared with each other, they
-once sent all runs to the replica that had the first long prompt, for ever. Whoever is really slower has the longer
-queue.
+compute more than what it can: compared with each other, they once sent all runs to the replica that had the first long
+prompt, for ever. Whoever is really slower has the longer queue.
 
 Everything is soft: a table that starts empty places runs where reports say that their context is.
 """

@@ -103,6 +103,10 @@ class ControllerClient:
         self._epoch = epoch
 
     async def _ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        if not ray.is_initialized():  # it has been shut down; to ask for an actor would start a cluster of its own
+            raise UnavailableError(
+                f"the controller {self._name} cannot be asked for {method}: Ray has not been started"
+            )
         try:
             if self._actor is None:
                 # A lookup in the cluster's table; it blocks, so it stays off the event loop.

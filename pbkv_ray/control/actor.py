@@ -50,7 +50,6 @@ class ControllerHost(RoutingDesk):
         self._live = LiveView(self._controller)
         self._outboxes: dict[str, Outbox] = {}
         self._news: dict[str, asyncio.Event] = {}
-        self._told_s: dict[str, float] = {}  # when a replica last got actions, on the loop's clock
         self._counts: Counter[str] = Counter()
         self._took: deque[float] = deque(maxlen=4_096)  # seconds a slice of a batch
         self._process = psutil.Process()
@@ -81,7 +80,7 @@ class ControllerHost(RoutingDesk):
         outbox = self._outboxes.setdefault(replica, Outbox())
         loop = asyncio.get_running_loop()
         # What changes in one moment travels together: a busy cluster would else pay for every change by itself.
-        if (early_s := self._told_s.get(replica, 0.0) + COALESCE_S - loop.time()) > 0:
+        if (early_s := outbox.told_s + COALESCE_S - loop.time()) > 0:
             await asyncio.sleep(early_s)
         number, actions = outbox.take(acknowledged)
         if not actions:
@@ -93,7 +92,7 @@ class ControllerHost(RoutingDesk):
             except TimeoutError:
                 return self.epoch, acknowledged, ()
             number, actions = outbox.take(acknowledged)
-        self._told_s[replica] = loop.time()
+        outbox.told_s = loop.time()
         return self.epoch, number, actions
 
     async def made_of(self) -> str:
@@ -195,7 +194,6 @@ class ControllerHost(RoutingDesk):
     def _forget(self, replica: str) -> None:
         self._outboxes.pop(replica, None)
         self._news.pop(replica, None)
-        self._told_s.pop(replica, None)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         self._routes_follow(actions)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 from pbkv_ray.core.events import Batch, Event, RunEnded
 
@@ -84,7 +85,7 @@ class EventPump:
         await asyncio.sleep(self._linger_s)  # lets the events of one moment share a batch
         while self._queue:
             first = self._sequence
-            batch = Batch(self._source, first, tuple(self._queue)[: self._batch], self.dropped)
+            batch = Batch(self._source, first, tuple(islice(self._queue, self._batch)), self.dropped)
             try:
                 await self._send(batch)
             except Exception as error:

@@ -19,6 +19,7 @@ class Outbox:
         self._waiting: OrderedDict[str, tuple[int, Action]] = OrderedDict()
         self._sequence = 0
         self.dropped = 0
+        self.told_s = 0.0  # when its reader last got something, on the clock of whoever serves it
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -192,7 +192,7 @@ class ClosedLoop:
 
     async def _client(self, client: int) -> None:
         await asyncio.sleep(2.0 * uniform(self._options.seed, "start", client))
-        while await self._admitted() and self._queue:
+        while await self._admitted():
             number, run = self._queue.pop()
             self._in_flight += 1
             started = time.perf_counter()
@@ -210,11 +210,11 @@ class ClosedLoop:
             await self._server.retire(self._name(run))
 
     async def _admitted(self) -> bool:
-        """When one more run may begin."""
+        """Waits until one more run may begin; False if none is left."""
         while self._gate is not None and self._queue and self._gate.held(self._in_flight):
             self._news.clear()
             await self._news.wait()
-        return True
+        return bool(self._queue)
 
     def _name(self, run: TraceRun) -> str:
         return f"{self._policy}:{run.run_id}"

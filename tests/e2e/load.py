@@ -1,10 +1,12 @@
-"""A load of background runs on a served application, and how to wait for what becomes of it."""
+"""An application on the tiny model, a load of background runs on it, and how to wait for what becomes of them."""
 
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +19,26 @@ ALIVE = ("pending", "running")
 TASK = "The pump was replaced on Tuesday and the pressure rose; the committee wrote down what had been said. "
 
 
-def free_port() -> int:
+@contextmanager
+def served(name: str, model: Path, database: str, **more: Any) -> Iterator[str]:
+    """The URL of an application of its own with the echo workflow; `more` are arguments of AppArgs."""
+    from deployments.app import run_local, stop_application
+    from deployments.settings import AppArgs
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = probe.getsockname()[1]
+    args = {
+        "model": str(model),
+        "device_pool_tokens": 8_192,
+        "context_length": 4_096,
+        "engine_threads": 1,
+        "database": database,
+        "registry": "tests.e2e.echo_workflow:REGISTRY",
+    }
+    run_local(AppArgs.checked(args | more), "127.0.0.1", port, name=name)
+    yield f"http://127.0.0.1:{port}"
+    stop_application(name)
 
 
 @dataclass

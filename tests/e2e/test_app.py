@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pbkv_ray.errors import InputError
 from pbkv_ray.predict import dataset
 from pbkv_ray.replay.recorded import export
 from tests.e2e import openai_script, sdk_script
+from tests.e2e.load import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -29,27 +29,8 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, tiny_model: Path, database: str) -> Iterator[str]:
-    from deployments.app import run_local, stop_application
-    from deployments.settings import AppArgs
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    args = AppArgs.checked(
-        {
-            "model": str(tiny_model),
-            "policy": "pbkv",
-            "device_pool_tokens": 8_192,
-            "context_length": 4_096,
-            "engine_threads": 1,
-            "database": database,
-            "record": True,
-            "registry": "tests.e2e.echo_workflow:REGISTRY",
-        }
-    )
-    run_local(args, "127.0.0.1", port, name="pbkv-tests")
-    yield f"http://127.0.0.1:{port}"
-    stop_application("pbkv-tests")
+    with served("pbkv-tests", tiny_model, database, policy="pbkv", record=True) as url:
+        yield url
 
 
 def metric(text: str, name: str) -> float:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pbkv_ray.control.client import ControllerClient
-from tests.e2e.load import ROUNDS, RUNS, Load, becomes, free_port, hit
+from tests.e2e.load import ROUNDS, RUNS, Load, becomes, hit, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.soak]
 
@@ -97,26 +97,9 @@ VICTIMS: dict[str, Callable[[], Awaitable[int]]] = {
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from deployments.app import run_local, stop_application
-    from deployments.settings import AppArgs
-
-    port = free_port()
-    database = tmp_path_factory.mktemp("kill") / "runs.sqlite"
-    args = AppArgs.checked(
-        {
-            "model": str(tiny_model),
-            "policy": "pbkv",
-            "engine_replicas": 2,
-            "device_pool_tokens": 8_192,
-            "context_length": 4_096,
-            "engine_threads": 1,
-            "database": f"sqlite+aiosqlite:///{database}",
-            "registry": "tests.e2e.echo_workflow:REGISTRY",
-        }
-    )
-    run_local(args, "127.0.0.1", port, name=APP)
-    yield f"http://127.0.0.1:{port}"
-    stop_application(APP)
+    database = f"sqlite+aiosqlite:///{tmp_path_factory.mktemp('kill') / 'runs.sqlite'}"
+    with served(APP, tiny_model, database, policy="pbkv", engine_replicas=2) as url:
+        yield url
 
 
 async def living_engines() -> set[str]:

@@ -8,39 +8,26 @@ from pathlib import Path
 import pytest
 
 from pbkv_ray.control.client import ControllerClient
-from tests.e2e.load import Load, free_port
+from tests.e2e.load import PATIENCE_S, Load, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.soak]
 
 APP = f"pbkv-scale-{os.getpid()}"
-PATIENCE_S = 900.0
 
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from deployments.app import run_local, stop_application
-    from deployments.settings import AppArgs
-
-    port = free_port()
-    args = AppArgs.checked(
-        {
-            "model": str(tiny_model),
-            "engine_replicas": 1,
-            "max_engine_replicas": 2,
-            "scale_at_queued_tokens": 256,
-            "scale_up_after_s": 1.0,
-            "scale_down_after_s": 20.0,
-            "max_running_requests": 2,
-            "device_pool_tokens": 8_192,
-            "context_length": 4_096,
-            "engine_threads": 1,
-            "database": f"sqlite+aiosqlite:///{tmp_path_factory.mktemp('scale') / 'runs.sqlite'}",
-            "registry": "tests.e2e.echo_workflow:REGISTRY",
-        }
-    )
-    run_local(args, "127.0.0.1", port, name=APP)
-    yield f"http://127.0.0.1:{port}"
-    stop_application(APP)
+    database = f"sqlite+aiosqlite:///{tmp_path_factory.mktemp('scale') / 'runs.sqlite'}"
+    scaling = {
+        "engine_replicas": 1,
+        "max_engine_replicas": 2,
+        "scale_at_queued_tokens": 256,
+        "scale_up_after_s": 1.0,
+        "scale_down_after_s": 20.0,
+        "max_running_requests": 2,
+    }
+    with served(APP, tiny_model, database, **scaling) as url:
+        yield url
 
 
 async def credited() -> int:

@@ -8,6 +8,7 @@ load on the machine does not show; wall time beside it.
 import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from time import perf_counter, process_time
 from typing import Annotated, Any
 
@@ -94,6 +95,8 @@ def bench(
         for path in learned:
             for i in range(len(path) + 1):
                 served.observe("bench", path[:i], path[i] if i < len(path) else None)
+            for agent, following in pairwise(path):
+                served.observe_wait("bench", agent, following, float(generator.lognormal()))
         if name != "counts":
             served.install("bench", random_net(generator))
             served.gates()["bench"].open = True

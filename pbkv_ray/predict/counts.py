@@ -150,7 +150,7 @@ class _Workflow:
         self._shape = (families, max(options.order + 1, options.visits + 3))
         strength = np.full(self._shape[1], options.strength[1], np.float32)
         strength[:2] = options.strength[0]
-        self._strength = strength[None, :, None]
+        self._strength = strength[:, None]
         self._weight = np.full((families, options.horizon), 1.0 / families)
         self._slope = np.full((families, options.horizon), 1e-2)  # sums of squared gradients (AdaGrad)
         self._turn = 0
@@ -199,29 +199,33 @@ class _Workflow:
     def steps(self, histories: Sequence[Sequence[str]]) -> Array:
         """[histories, horizon, agents + 1], END last."""
         paths = [self._position(history).paths[0] for history in histories]
-        logs = np.log(self._families(paths, slice(None)))
+        logs = np.log(self._families(paths))
         mixed = np.einsum("fk,nfkw->nkw", self._weight.astype(np.float32), logs)
-        return _softmax(np.concatenate((mixed[..., 1:], mixed[..., :1]), axis=-1).astype(np.float64))
+        likely = np.exp(mixed - mixed.max(-1, keepdims=True)).astype(np.float64)
+        likely /= likely.sum(-1, keepdims=True)
+        return np.concatenate((likely[..., 1:], likely[..., :1]), axis=-1)
 
-    def _families(self, paths: Sequence[ContextPath], steps: slice) -> npt.NDArray[np.float32]:
+    def _families(self, paths: Sequence[ContextPath]) -> npt.NDArray[np.float32]:
         """[paths, families, steps, columns]: what each family of contexts expects after each path.
 
         Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
         that its own count earns, times what all longer ones left over.
         """
-        width = len(self.names) + 1
-        rows = np.array([path.rows for path in paths])
+        width, (families, lengths) = len(self.names) + 1, self._shape
+        rows = np.array([path.rows for path in paths]).reshape(-1, lengths)
         if self._graph[0]:
-            rows[:, :, 0] = 0  # the graph knows more than the mean over all contexts
-        counts = self._counts[rows, steps, :width]
-        earned = 1.0 / (self._totals[rows, steps] + self._strength)
-        left = self._strength * earned
-        beyond = np.ones_like(left)
-        beyond[:, :, :-1] = np.cumprod(left[:, :, :0:-1], axis=2)[:, :, ::-1]
-        probability = np.einsum("nfjkw,nfjk->nfkw", counts, earned * beyond)
-        base = self._base(width)[[path.current for path in paths], steps]
-        probability += (left[:, :, 0] * beyond[:, :, 0])[..., None] * base[:, None]
-        return np.maximum(probability, _FLOOR, out=probability)
+            rows[:, 0] = 0  # the graph knows more than the mean over all contexts
+        weight = 1.0 / (np.take(self._totals, rows, axis=0) + self._strength)
+        left = self._strength * weight
+        beyond = np.ones_like(left[:, 0])
+        for j in range(lengths - 1, -1, -1):
+            weight[:, j] *= beyond
+            beyond *= left[:, j]
+        counted = np.einsum("njkw,njk->nkw", np.take(self._counts, rows, axis=0), weight)
+        probability = counted.reshape(len(paths), families, *counted.shape[1:])[..., :width]
+        base = self._base(width)[[path.current for path in paths]]
+        probability += beyond.reshape(len(paths), families, -1, 1) * base[:, None]
+        return np.maximum(probability, _FLOOR)
 
     def _weigh(self, paths: tuple[ContextPath, ...], column: int) -> None:
         """One gradient step on the log-likelihood, for the weights of one step in turn (before it is counted)."""
@@ -229,7 +233,7 @@ class _Workflow:
             return
         self._turn += 1
         k = self._turn % len(paths)
-        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0]).astype(np.float64)
+        logs = np.log(self._families([paths[k]])[0, :, k]).astype(np.float64)
         probability = _softmax(self._weight[:, k] @ logs)
         gradient = logs[:, column] - logs @ probability
         # The sum forgets, so that the weights keep following what runs do.
@@ -288,19 +292,19 @@ class _Workflow:
         visited: dict[int, int],
         paths: tuple[ContextPath, ...],
     ) -> Position:
-        rows = np.zeros(self._shape, np.intp)
+        row, length = self._row, self._shape[1]
         current, calls = visits[-1]
-        for j in range(len(recent) + 1):
-            rows[0, j] = self._row(recent[len(recent) - j :])
+        rows = [row(recent[n:]) for n in range(len(recent), -1, -1)]
         if self._options.visits:
-            rows[1:, :2] = rows[0, :2]
-            rows[1, 2] = self._row((_VISITS, current, calls))
-            for j in range(1, len(visits)):
-                rows[1, 2 + j] = self._row((_VISITS, current, calls, *(visit[0] for visit in visits[-1 - j : -1])))
+            short, before = rows[:2], tuple(visit[0] for visit in visits[:-1])
+            rows += [0] * (length - len(rows)) + short
+            rows.append(row((_VISITS, current, calls)))
+            rows += [row((_VISITS, current, calls, *before[-j:])) for j in range(1, len(visits))]
             times = visited.get(current, 0)
-            rows[2, 2] = self._row((_VISITED, current, times))
-            rows[2, 3] = self._row((_VISITED, current, times, calls))
-        path = ContextPath(rows, max(0, current))
+            rows += [0] * (2 * length - len(rows)) + short
+            rows += [row((_VISITED, current, times)), row((_VISITED, current, times, calls))]
+        rows += [0] * (self._shape[0] * length - len(rows))
+        path = ContextPath(np.array(rows, np.intp).reshape(self._shape), max(0, current))
         return Position(recent, visits, visited, (path, *paths[: self._options.horizon - 1]))
 
     def _row(self, context: tuple[object, ...]) -> int:

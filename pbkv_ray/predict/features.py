@@ -50,7 +50,8 @@ class PathFeatures:
         self._known = len(agents)
         self._recent = [self._known + 1] * _RECENT  # newest first
         self._visits = [(self._known + 1, 0)] * _VISITS
-        self._seen = np.zeros((3, self._known + 1), np.float32)  # per agent: calls, visits, number of the last call
+        # Three numbers an agent, the unknown one last: calls, visits, number of the last call.
+        self._seen = [0] * (3 * (self._known + 1))
         self._length = [0.0] * LENGTHS
         self._row: Floats | None = None  # the vector so far, but for the lengths: a call is asked about several times
         self._total = 0
@@ -62,18 +63,18 @@ class PathFeatures:
 
     def push(self, agent: str, prompt_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """A call of `agent`; tokens None while they are not known (`correct` adds them)."""
-        column = self._index.get(agent, self._known)
+        column, each = self._index.get(agent, self._known), self._known + 1
         self._row = None
         self._total += 1
         if self._visits[0][0] == column:
             self._visits[0] = (column, self._visits[0][1] + 1)
         else:
             self._visits = [(column, 1), *self._visits[:-1]]
-            self._seen[1, column] += 1
+            self._seen[each + column] += 1
             self._visited += 1
         self._recent = [column, *self._recent[:-1]]
-        self._seen[0, column] += 1
-        self._seen[2, column] = self._total
+        self._seen[column] += 1
+        self._seen[2 * each + column] = self._total
         self._length = [0.0] * LENGTHS
         self.correct(prompt_tokens, output_tokens)
 
@@ -87,16 +88,14 @@ class PathFeatures:
     def copy(self) -> "PathFeatures":
         twin = PathFeatures.__new__(PathFeatures)
         twin.__dict__.update(self.__dict__)
-        twin._recent, twin._visits, twin._length = [*self._recent], [*self._visits], [*self._length]
-        twin._seen = self._seen.copy()
+        twin._recent, twin._visits = [*self._recent], [*self._visits]
+        twin._length, twin._seen = [*self._length], [*self._seen]
         return twin
 
-    def earlier(self) -> Floats:
-        """[agents + 1] how often each agent, the unknown one last, was called before the current call."""
-        before = self._seen[0].copy()
-        if self._total:
-            before[self._recent[0]] -= 1
-        return before
+    def _numbers(self) -> list[int]:
+        """All that `_made` needs, in a row."""
+        flat = [number for visit in self._visits for number in visit]
+        return [*self._recent, *flat, self._total, self._visited, *self._seen]
 
     @property
     def current(self) -> int:
@@ -107,25 +106,13 @@ class PathFeatures:
         """[width(agents)]"""
         return np.asarray(vectors([self])[0])
 
-    def _ones(self, start: int) -> list[int]:
-        """Which slots hold a one, in a vector that begins at `start`."""
-        known = self._known + 2
-        slots = [start + i * known + column for i, column in enumerate(self._recent)]
-        start += _RECENT * known
-        slots += [start + i * (known + 2) + visit[0] for i, visit in enumerate(self._visits)]
-        start += _VISITS * (known + 2) + 4 * (self._known + 1)
-        current = self._recent[0]
-        visited = int(self._seen[1, current]) if current <= self._known else 0
-        for i, number in enumerate((self._visits[0][1], visited, self._total)):
-            slots.append(start + i * (_ONE_HOT + 1) + min(number, _ONE_HOT))
-        return slots
 
-    def _sizes(self) -> list[float]:
-        """The numbers that are no ones and not per agent."""
-        sizes = []
-        for _, calls in self._visits:
-            sizes += [math.log1p(calls), calls / 10.0]
-        return [*sizes, math.log1p(self._total), self._total / 50.0, self._visited / 20.0]
+def earlier(paths: Sequence[PathFeatures]) -> Floats:
+    """[paths, agents + 1] how often each agent, the unknown one last, was called before the current call."""
+    before = np.array([path._seen[: path._known + 1] for path in paths], np.float32)
+    begun = [i for i, path in enumerate(paths) if path._total]
+    before[begun, [paths[i]._recent[0] for i in begun]] -= 1
+    return before
 
 
 def vectors(paths: Sequence[PathFeatures]) -> Floats:
@@ -140,19 +127,32 @@ def vectors(paths: Sequence[PathFeatures]) -> Floats:
 
 def _made(paths: Sequence[PathFeatures]) -> Floats:
     """`vectors` without the lengths."""
-    agents = paths[0]._known
-    size = width(agents)
-    out = np.zeros((len(paths), size), np.float32)
-    seen = np.stack([path._seen for path in paths])
-    totals = np.array([path._total for path in paths], np.float32)
-    ever = seen[:, 2] > 0
-    seen[:, 2] = np.where(ever, totals[:, None] - seen[:, 2], 0.0)
-    at = _RECENT * (agents + 2) + _VISITS * (agents + 4)
-    out[:, at : at + 3 * (agents + 1)] = np.log1p(seen).reshape(len(paths), -1)
-    out[:, at + 3 * (agents + 1) : at + 4 * (agents + 1)] = ever
-    visits = [_RECENT * (agents + 2) + i * (agents + 4) + agents + 2 + j for i in range(_VISITS) for j in range(2)]
-    out[:, [*visits, *range(size - LENGTHS - 3, size - LENGTHS)]] = [path._sizes() for path in paths]
-    out.reshape(-1)[[slot for i, path in enumerate(paths) for slot in path._ones(i * size)]] = 1.0
+    agents, n = paths[0]._known, len(paths)
+    each, size = agents + 1, width(agents)
+    numbers = np.array([path._numbers() for path in paths])
+    recent, visits = numbers[:, :_RECENT], numbers[:, _RECENT : _RECENT + 2 * _VISITS].reshape(n, _VISITS, 2)
+    totals, visited = numbers[:, _RECENT + 2 * _VISITS, None], numbers[:, _RECENT + 2 * _VISITS + 1, None]
+    calls, often, last = numbers[:, -3 * each :].reshape(n, 3, each).transpose(1, 0, 2)
+    out = np.zeros((n, size), np.float32)
+    # One slot an agent for the last agents and for those of the last visits, whose lengths follow.
+    line = np.arange(n)[:, None]
+    out[line, recent + np.arange(_RECENT) * (agents + 2)] = 1.0
+    at = _RECENT * (agents + 2)
+    out[line, visits[:, :, 0] + at + np.arange(_VISITS) * (agents + 4)] = 1.0
+    lengths = out[:, at : at + _VISITS * (agents + 4)].reshape(n, _VISITS, agents + 4)[:, :, -2:]
+    np.log1p(visits[:, :, 1], out=lengths[..., 0])
+    np.divide(visits[:, :, 1], 10.0, out=lengths[..., 1], casting="same_kind")
+    at += _VISITS * (agents + 4)
+    ever = last > 0
+    for i, number in enumerate((calls, often, np.where(ever, totals - last, 0))):
+        out[:, at + i * each : at + (i + 1) * each] = np.log1p(number)
+    out[:, at + 3 * each : at + 4 * each] = ever
+    at += 4 * each
+    now = recent[:, :1]
+    times = np.where(now < each, np.take_along_axis(often, np.minimum(now, agents), 1), 0)
+    small = np.concatenate((visits[:, :1, 1], times, totals), 1)
+    out[line, np.minimum(small, _ONE_HOT) + at + np.arange(3) * (_ONE_HOT + 1)] = 1.0
+    out[:, -LENGTHS - 3 : -LENGTHS] = np.concatenate((np.log1p(totals), totals / 50.0, visited / 20.0), 1)
     return out
 
 

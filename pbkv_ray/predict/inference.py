@@ -14,10 +14,24 @@ from safetensors.numpy import load_file
 
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.errors import InputError
-from pbkv_ray.predict.features import Floats, PathFeatures, vectors
+from pbkv_ray.predict.features import Floats, PathFeatures, earlier, vectors
 
 FORMAT = 1  # of the model folder
 Stage = Literal["begun", "prefilled", "finished"]  # how far a run's last call has come
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """All that a forecast needs and that only changes with the workflow's graph; N = agents, the unknown one, added.
+
+    states: [N, width] H(2) of Eq. 3; attention: [N, N] of each agent, as the current one, to each earlier one, before
+    it is weighed with how often that one was called; out: [K * columns, hidden] and bias, the two outputs as one.
+    """
+
+    states: Floats
+    attention: Floats
+    out: Floats
+    bias: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,16 +72,35 @@ class ServedNet:
             )
             follow = PathFeatures(net.agents)
             follow.push(net.agents[0])
-            probe = net.forecast(net.states((), {}), [follow])
+            probe = net.forecast(net.placed((), {}), [follow])
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise InputError(f"{folder} holds no model ({error}); make one with pbkv train") from error
         if not np.isfinite(probe).all():
             raise InputError(f"model {folder} forecasts numbers that are not finite; train it again")
         return net
 
-    def states(self, added: Sequence[str], transitions: Mapping[str, Mapping[str, float]]) -> Floats:
-        """[agents + 1 + added, width] H(2) of Eq. 3: the net's agents, the unknown one, and agents that the workflow
-        got later, which have no embedding but a place in the graph: agent -> {next agent: how often}."""
+    def placed(self, added: Sequence[str], transitions: Mapping[str, Mapping[str, float]]) -> Placed:
+        """The net's agents, the unknown one, and agents that the workflow got later, which have no embedding but a
+        place in the graph: agent -> {next agent: how often}."""
+        t, known = self.tensors, len(self.agents)
+        states = self._states(added, transitions)
+        score = (states @ t["query.weight"].T) @ states.T / states.shape[1] ** 0.5
+        columns = known + len(added) + 1
+        size = t["free.weight"].shape[1]
+        out = np.zeros((self.horizon, columns, size), np.float32)
+        bias = np.zeros((self.horizon, columns), np.float32)
+        if self.facts["net"]["graph"]:
+            asked = np.concatenate((states[:known], states[known + 1 :])) / states.shape[1] ** 0.5
+            out[:, :-1] = np.einsum("kdh,ad->kah", t["tied.weight"].reshape(self.horizon, -1, size), asked)
+            bias[:, :-1] = t["tied.bias"].reshape(self.horizon, -1) @ asked.T
+        for whole, part in ((out, t["free.weight"]), (bias, t["free.bias"])):
+            free = part.reshape(self.horizon, known + 1, *part.shape[1:])
+            whole[:, :known] += free[:, :known]
+            whole[:, -1] = free[:, known]
+        attention = np.exp(score - score.max(1, keepdims=True))
+        return Placed(states, attention, out.reshape(-1, size), bias.reshape(-1))
+
+    def _states(self, added: Sequence[str], transitions: Mapping[str, Mapping[str, float]]) -> Floats:
         names = [*self.agents, "", *added]
         matrix = np.zeros((len(names), len(names)), np.float32)
         matrix[: len(self.agents) + 1, : len(self.agents) + 1] = self.transitions
@@ -98,7 +131,7 @@ class ServedNet:
         return {name: self.tensors[f"text.{name}.0.weight"].shape[0] for name in self.signals}
 
     def forecast(
-        self, states: Floats, paths: Sequence[PathFeatures], hidden: Sequence[Mapping[str, Floats]] = ()
+        self, placed: Placed, paths: Sequence[PathFeatures], hidden: Sequence[Mapping[str, Floats]] = ()
     ) -> Array:
         """[paths, K, agents + added + 1], END last, calibrated. `hidden`: per path, signal -> [width], where known.
 
@@ -106,38 +139,30 @@ class ServedNet:
         """
         t, known = self.tensors, len(self.agents)
         parts: list[Floats] = []
-        graph = bool(self.facts["net"]["graph"])
-        if graph:
-            current = states[[path.current for path in paths]]
-            earlier = np.zeros((len(paths), len(states)), np.float32)
-            earlier[:, : known + 1] = [path.earlier() for path in paths]
-            score = (current @ t["query.weight"].T) @ states.T / states.shape[1] ** 0.5
-            weight = np.exp(score - score.max(1, keepdims=True)) * earlier
+        if self.facts["net"]["graph"]:
+            current = [path.current for path in paths]
+            weight = placed.attention[current, : known + 1] * earlier(paths)
             weight /= np.maximum(weight.sum(1, keepdims=True), 1e-9)
-            parts += [current, weight @ states]
+            context = np.asarray(weight @ placed.states[: known + 1], np.float32)
+            parts += [placed.states[current], context]
         if "features.0.weight" in t:
             parts.append(_dense(vectors(paths), t, "features.0"))
         for signal in self.signals:
-            size = t[f"text.{signal}.0.weight"].shape[0]
-            zero = np.zeros(size, np.float32)
+            zero = np.zeros(t[f"text.{signal}.0.weight"].shape[0], np.float32)
             value = np.stack([np.asarray(h.get(signal, zero), np.float32) for h in hidden or [{}] * len(paths)])
             parts.append(_dense(_normal(value, t, f"text.{signal}.0"), t, f"text.{signal}.1"))
         state = _dense(np.concatenate(parts, 1), t, "head.1")
-        free = (state @ t["free.weight"].T + t["free.bias"]).reshape(len(paths), self.horizon, known + 1)
-        asked = np.concatenate((states[:known], states[known + 1 :]))
-        tied = (state @ t["tied.weight"].T + t["tied.bias"]).reshape(len(paths), self.horizon, -1)
-        logits = np.zeros((len(paths), self.horizon, len(asked) + 1), np.float32)
-        if graph:
-            logits[..., :-1] = tied @ asked.T / states.shape[1] ** 0.5
-        logits[..., :known] += free[..., :known]
-        logits[..., -1] = free[..., known]
-        logits = (logits - logits.max(-1, keepdims=True)) / self.temperature[:, None].astype(np.float32)
-        probability = np.exp(logits).astype(np.float64)
+        logits = (state @ placed.out.T + placed.bias).reshape(len(paths), self.horizon, -1)
+        logits -= logits.max(-1, keepdims=True)
+        logits /= self.temperature[:, None].astype(np.float32)
+        probability = np.exp(logits, out=logits).astype(np.float64)
         return np.asarray(probability / probability.sum(-1, keepdims=True))
 
 
 def _dense(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:
-    return np.maximum(value @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"], 0)
+    out = value @ tensors[f"{layer}.weight"].T
+    out += tensors[f"{layer}.bias"]
+    return np.maximum(out, 0, out=out)
 
 
 def _normal(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:

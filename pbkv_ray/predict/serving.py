@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import get_args
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from pbkv_ray.errors import ConfigError
 from pbkv_ray.predict.calibration import expand
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.predict.features import Floats, PathFeatures
-from pbkv_ray.predict.inference import ServedNet, Stage
+from pbkv_ray.predict.inference import Placed, ServedNet, Stage
 
 __all__ = ["CallFacts", "Gate", "Job", "Served", "ServingOptions"]
 
@@ -69,7 +70,7 @@ class _Given:
     """A forecast that waits for what really follows."""
 
     agents: tuple[str, ...]
-    counts: Array  # [judged steps, agents + 1]
+    counts: Array  # [K, agents + 1]
     net: Array
 
 
@@ -232,7 +233,9 @@ class _Desk:
         self._net = net
         self._options = options
         self._added: tuple[str, ...] = ()
-        self._states = net.states((), {})
+        self._placed = net.placed((), {})
+        self._widths = net.widths()
+        self._weights = {stage: net.weight(stage) for stage in get_args(Stage)}
         self._paths: OrderedDict[tuple[str, ...], PathFeatures] = OrderedDict()
         self._given: OrderedDict[tuple[str, tuple[str, ...]], _Given] = OrderedDict()
         self._mean_s = 0.0
@@ -250,14 +253,14 @@ class _Desk:
         added = tuple(agent for agent in agents if agent not in self._net.agents)
         # Agents that the net has never seen get their place in the graph, which is renewed now and then.
         if added and (added != self._added or self._batches % 256 == 0):
-            self._states = self._net.states(added, transitions())
+            self._placed = self._net.placed(added, transitions())
         self._added = added
         columns = (*self._net.agents, *added)
-        return partial(self._mixed, self._states, columns, agents, histories, [one.step for one in plain], calls)
+        return partial(self._mixed, self._placed, columns, agents, histories, [one.step for one in plain], calls)
 
     def _mixed(
         self,
-        states: Floats,
+        placed: Placed,
         columns: tuple[str, ...],
         agents: tuple[str, ...],
         histories: Sequence[tuple[str, ...]],
@@ -270,11 +273,11 @@ class _Desk:
                 paths[i] = paths[i].copy()
                 paths[i].correct(facts.prompt_tokens, facts.output_tokens)
         hidden = [{} if facts is None else self._fitting(facts) for facts in calls]
-        own = expand(self._net.forecast(states, paths, hidden), columns, agents)
+        own = expand(self._net.forecast(placed, paths, hidden), columns, agents)
         together = np.stack(counts)
         steps = min(own.shape[1], together.shape[1])
-        known = list(zip(calls, hidden, strict=True)) or [(None, {})] * len(paths)
-        weight = np.stack([self._net.weight(self._stage(*one))[:steps] for one in known])
+        stages = [self._stage(*one) for one in zip(calls, hidden, strict=True)] or ["begun"]
+        weight = np.stack([self._weights[stage][:steps] for stage in stages])
         together[:, :steps] += weight[..., None] * (own[:, :steps] - together[:, :steps])
         return together
 
@@ -285,19 +288,17 @@ class _Desk:
 
     def _fitting(self, facts: CallFacts) -> dict[str, Floats]:
         """Signals of the width that the net was trained on: another model may be served by now."""
-        widths = self._net.widths()
         return {
             name: np.asarray(value, np.float32)
             for name, value in facts.hidden.items()
-            if widths.get(name) == value.shape[-1]
+            if self._widths.get(name) == value.shape[-1]
         }
 
     def remember(
         self, runs: Sequence[str], histories: Sequence[tuple[str, ...]], plain: Sequence[Forecast], together: Array
     ) -> None:
-        judged = self._options.judged_steps
         for run, history, one, both in zip(runs, histories, plain, together, strict=True):
-            self._given[run, history] = _Given(one.agents, one.step[:judged], both[:judged])
+            self._given[run, history] = _Given(one.agents, one.step, both)
         while len(self._given) > self._options.max_remembered:
             self._given.popitem(last=False)
 

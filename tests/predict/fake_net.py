@@ -15,11 +15,11 @@ class FakeNet(ServedNet):
 
     __slots__ = ("hidden", "tell")
 
-    def states(self, added: Sequence[str], transitions: object) -> np.ndarray:
+    def placed(self, added: Sequence[str], transitions: object) -> np.ndarray:
         return np.zeros((len(self.agents) + 1 + len(added), 1))
 
-    def forecast(self, states: np.ndarray, paths: Sequence[PathFeatures], hidden: object = ()) -> np.ndarray:
-        added = len(states) - len(self.agents) - 1
+    def forecast(self, placed: np.ndarray, paths: Sequence[PathFeatures], hidden: object = ()) -> np.ndarray:
+        added = len(placed) - len(self.agents) - 1
         said = np.zeros((len(paths), self.horizon, len(self.agents) + 1))
         said[:, 0] = self.tell(paths)
         said[:, 1:, -1] = 1.0

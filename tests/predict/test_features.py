@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbkv_ray.predict.features import LENGTHS, PathFeatures, hidden, path_features, width
+from pbkv_ray.predict.features import LENGTHS, PathFeatures, earlier, hidden, path_features, width
 
 AGENTS = ("a", "b", "c")
 
@@ -23,7 +23,7 @@ def test_vectors_have_their_width_and_say_how_often_each_agent_was_called(path: 
     assert made.vector().shape == (width(3),)
     assert np.isfinite(made.vector()).all()
     before = [path[:-1].count(agent) for agent in AGENTS] + [path[:-1].count("x")]
-    assert made.earlier().tolist() == before
+    assert earlier([made]).tolist() == [before]
     assert made.calls == len(path)
 
 

@@ -112,13 +112,13 @@ def test_what_serves_in_numpy_says_what_was_trained_in_torch(tmp_path: Path) -> 
     assert served.mixture.tolist() == [0.25] * 10
     (run,) = runs("pctx", signal=True)  # x: an agent the net has never seen
     expected = model.forecast(inputs_of([run], model.agents, ("decode",)))
-    states = served.states((), {})
+    placed = served.placed((), {})
     for i in range(4):
         path = follow(served.agents, "pctx"[: i + 1], (int(run.prompt_tokens[i]), 20))
-        said = served.forecast(states, [path], [{"decode": run.hidden["decode"][i]}])
+        said = served.forecast(placed, [path], [{"decode": run.hidden["decode"][i]}])
         np.testing.assert_allclose(said[0], expected[i], atol=1e-5)
     at_start = model.forecast(begun(inputs_of([run], model.agents, ("decode",))))
-    np.testing.assert_allclose(served.forecast(states, [follow(served.agents, "pc")])[0], at_start[1], atol=1e-5)
+    np.testing.assert_allclose(served.forecast(placed, [follow(served.agents, "pc")])[0], at_start[1], atol=1e-5)
 
 
 def test_an_agent_added_later_has_a_column_and_speaks_from_its_place_in_the_graph(tmp_path: Path) -> None:
@@ -126,14 +126,14 @@ def test_an_agent_added_later_has_a_column_and_speaks_from_its_place_in_the_grap
     made = runs(*["pctct", "pctctct", "pct"] * 20)
     save(fit(made[:48], made[48:], options=replace(QUICK, epochs=15)), tmp_path, {})
     served = ServedNet.load(tmp_path)
-    states = served.states(("r", "q"), {"c": {"r": 20.0}, "r": {"c": 15.0}})
-    said = served.forecast(states, [follow(served.agents, "pc"), follow(served.agents, "pcr")])
+    placed = served.placed(("r", "q"), {"c": {"r": 20.0}, "r": {"c": 15.0}})
+    said = served.forecast(placed, [follow(served.agents, "pc"), follow(served.agents, "pcr")])
     assert said.shape == (2, 10, 6)  # c, p, t, r, q, END
     np.testing.assert_allclose(said.sum(-1), 1.0)
     c_calls = said[0, 0]
     assert c_calls[3] > 3 * c_calls[4]
-    unchanged = served.states(("r", "q"), {})
-    assert (unchanged[:4] == served.states((), {})).all()
+    unchanged = served.placed(("r", "q"), {}).states
+    assert (unchanged[:4] == served.placed((), {}).states).all()
 
 
 def test_a_folder_is_replaced_whole_and_a_broken_one_is_refused(tmp_path: Path) -> None:

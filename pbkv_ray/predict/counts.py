@@ -22,8 +22,9 @@ from pbkv_ray.predict.prior import first_agents, propagate
 from pbkv_ray.predict.waits import Waits
 
 END = 0  # internal column of END: first, so that agents can be added behind it
-_BEGIN = -1  # stands before a run's first agent
-_VISITS, _VISITED = -2, -3  # tags of the other families' contexts; suffixes have none
+# Beyond all columns: what stands before a run's first agent, and the tags of the families' contexts. A context's key is
+# the hash of the key that it extends and of what it adds: ints, so that it is the same in every process.
+_BEGIN, _SUFFIX, _VISITS, _VISITED = range(1 << 30, (1 << 30) + 4)
 CHECK_EVERY = 256  # observations
 POSITION_CELLS = 1_000  # what a remembered position costs, in cells of four bytes, about
 _FLOOR = 1e-6  # least probability of a family before mixing
@@ -43,9 +44,7 @@ class CountsOptions:
     max_positions: int = 4_096  # per workflow: paths remembered so that a run's next call costs one step
     max_workflows: int = 256
     max_agents: int = 256  # per workflow
-    max_cells: int = (
-        32_000_000  # counts (float32) of one workflow, and of all together: names are the clients' to choose
-    )
+    max_cells: int = 32_000_000  # counts (float32) of all workflows together: names are the clients' to choose
 
     def __post_init__(self) -> None:
         for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents", "max_cells"):
@@ -140,7 +139,8 @@ class _Workflow:
         self.waits = Waits()
         self._index: dict[str, int] = {}
         # Row 0 stays empty: it stands for a context that a position does not have.
-        self._rows: dict[tuple[object, ...], int] = {}
+        self._rows: dict[int, int] = {}
+        self._lengths = [0]  # row -> length of its context
         self._counts = np.zeros((64, options.horizon, 8), np.float32)
         self._totals = np.zeros((64, options.horizon), np.float32)  # sums of _counts over the columns
         self._positions: OrderedDict[tuple[str, ...], Position] = OrderedDict()
@@ -169,8 +169,8 @@ class _Workflow:
         if column is None:
             return
         self._weigh(paths, column)
-        rows = np.concatenate([path.rows.reshape(-1) for path in paths])
-        steps = np.repeat(np.arange(len(paths)), paths[0].rows.size)
+        rows = np.array([path.rows for path in paths])
+        steps = np.arange(len(paths))[:, None]
         # Families share their short contexts: fancy indexing counts such a row once, which is what is meant.
         self._counts[rows, steps, column] += 1.0
         self._totals[rows, steps] += 1.0
@@ -190,7 +190,7 @@ class _Workflow:
     def transitions(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for agent, column in self._index.items():
-            row = self._rows.get((column,))
+            row = self._rows.get(hash((_SUFFIX, column)))
             if row is not None:
                 counts = self._counts[row, 0, 1 : len(self.names) + 1]
                 found[agent] = {name: float(n) for name, n in zip(self.names, counts, strict=True) if n > 0}
@@ -212,7 +212,7 @@ class _Workflow:
         that its own count earns, times what all longer ones left over.
         """
         width, (families, lengths) = len(self.names) + 1, self._shape
-        rows = np.array([path.rows for path in paths]).reshape(-1, lengths)
+        rows = np.array([path.rows for path in paths], np.intp).reshape(-1, lengths)
         if self._graph[0]:
             rows[:, 0] = 0  # the graph knows more than the mean over all contexts
         weight = 1.0 / (np.take(self._totals, rows, axis=0) + self._strength)
@@ -272,59 +272,62 @@ class _Workflow:
         return position
 
     def _begin(self) -> Position:
-        return self._placed((_BEGIN,), ((_BEGIN, 0),), {}, ())
+        return self._placed([_SUFFIX, hash((_SUFFIX, _BEGIN))], ((_BEGIN, 0),), {}, ())
 
     def _advance(self, position: Position, column: int) -> Position:
-        recent, visits, visited, paths = position
-        recent = (*recent[-self._options.order + 1 :], column) if self._options.order > 1 else (column,)
+        suffixes, visits, visited, paths = position
+        suffixes = [_SUFFIX, *[hash((key, column)) for key in suffixes[: self._options.order]]]
         last, calls = visits[-1]
         if last == column:
             visits = (*visits[:-1], (column, calls + 1))
         else:
             visits = (*visits[-max(1, self._options.visits) :], (column, 1))
             visited = {**visited, column: visited.get(column, 0) + 1}
-        return self._placed(recent, visits, visited, paths)
+        return self._placed(suffixes, visits, visited, paths)
 
     def _placed(
         self,
-        recent: tuple[int, ...],
+        suffixes: list[int],
         visits: tuple[tuple[int, int], ...],
         visited: dict[int, int],
         paths: tuple[ContextPath, ...],
     ) -> Position:
-        row, length = self._row, self._shape[1]
         current, calls = visits[-1]
-        rows = [row(recent[n:]) for n in range(len(recent), -1, -1)]
+        keys, lengths = [*suffixes], self._shape[1]
+        keys += [0] * (lengths - len(keys))
         if self._options.visits:
-            short, before = rows[:2], tuple(visit[0] for visit in visits[:-1])
-            rows += [0] * (length - len(rows)) + short
-            rows.append(row((_VISITS, current, calls)))
-            rows += [row((_VISITS, current, calls, *before[-j:])) for j in range(1, len(visits))]
-            times = visited.get(current, 0)
-            rows += [0] * (2 * length - len(rows)) + short
-            rows += [row((_VISITED, current, times)), row((_VISITED, current, times, calls))]
-        rows += [0] * (self._shape[0] * length - len(rows))
-        path = ContextPath(np.array(rows, np.intp).reshape(self._shape), max(0, current))
-        return Position(recent, visits, visited, (path, *paths[: self._options.horizon - 1]))
+            key = hash((_VISITS, current, calls))
+            keys += [*suffixes[:2], key]
+            for visit in visits[-2::-1]:
+                key = hash((key, visit[0]))
+                keys.append(key)
+            keys += [0] * (2 * lengths - len(keys))
+            key = hash((_VISITED, current, visited.get(current, 0)))
+            keys += [*suffixes[:2], key, hash((key, calls))]
+        keys += [0] * (self._shape[0] * lengths - len(keys))
+        known = self._rows.get
+        rows = [known(key) or self._row(key, i % lengths) if key else 0 for i, key in enumerate(keys)]
+        path = ContextPath(rows, current if current < _BEGIN else 0)
+        return Position(suffixes, visits, visited, (path, *paths[: self._options.horizon - 1]))
 
-    def _row(self, context: tuple[object, ...]) -> int:
-        row = self._rows.get(context)
-        if row is None:
-            row = self._rows[context] = len(self._rows) + 1
-            if row >= len(self._counts):
-                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-                self._totals = np.concatenate((self._totals, np.zeros_like(self._totals)))
+    def _row(self, key: int, length: int) -> int:
+        row = self._rows[key] = len(self._lengths)
+        self._lengths.append(length)
+        if row >= len(self._counts):
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._totals = np.concatenate((self._totals, np.zeros_like(self._totals)))
         return row
 
     def _shrink(self) -> None:
         """Halve all counts and forget the contexts seen least, half of them: old behaviour fades with use."""
         seen = self._totals[:, 0]
         # A suffix is seen at least as often as what it is a suffix of, and comes first among equals.
-        order = sorted(self._rows.items(), key=lambda item: (-seen[item[1]], len(item[0])))
+        order = sorted(self._rows.items(), key=lambda item: (-seen[item[1]], self._lengths[item[1]]))
         kept = order[: max(1, self._max_rows // 2)]
         rows = [0, *(row for _, row in kept)]
         self._dropped["contexts"] += len(order) - len(kept)
-        self._rows = {context: 1 + i for i, (context, _) in enumerate(kept)}
+        self._rows = {key: 1 + i for i, (key, _) in enumerate(kept)}
+        self._lengths = [self._lengths[row] for row in rows]
         self._positions.clear()
         counts, totals = self._counts[rows] / 2, self._totals[rows] / 2
         self._counts = np.concatenate((counts, np.zeros_like(counts)))

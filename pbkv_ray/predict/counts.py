@@ -44,7 +44,7 @@ class CountsOptions:
     max_positions: int = 4_096  # per workflow: paths remembered so that a run's next call costs one step
     max_workflows: int = 256
     max_agents: int = 256  # per workflow
-    max_cells: int = 32_000_000  # counts (float32) of all workflows together: names are the clients' to choose
+    max_cells: int = 32_000_000  # counts (float32), of one workflow and of all: names are the clients' to choose
 
     def __post_init__(self) -> None:
         for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents", "max_cells"):

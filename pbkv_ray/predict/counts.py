@@ -199,13 +199,12 @@ class _Workflow:
     def steps(self, histories: Sequence[Sequence[str]]) -> Array:
         """[histories, horizon, agents + 1], END last."""
         paths = [self._position(history).paths[0] for history in histories]
-        logs = np.log(self._families(paths))
+        logs = np.log(self._families(paths, slice(None)))
         mixed = np.einsum("fk,nfkw->nkw", self._weight.astype(np.float32), logs)
-        likely = np.exp(mixed - mixed.max(-1, keepdims=True)).astype(np.float64)
-        likely /= likely.sum(-1, keepdims=True)
+        likely = _softmax(mixed)
         return np.concatenate((likely[..., 1:], likely[..., :1]), axis=-1)
 
-    def _families(self, paths: Sequence[ContextPath]) -> npt.NDArray[np.float32]:
+    def _families(self, paths: Sequence[ContextPath], steps: slice) -> npt.NDArray[np.float32]:
         """[paths, families, steps, columns]: what each family of contexts expects after each path.
 
         Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
@@ -215,15 +214,15 @@ class _Workflow:
         rows = np.array([path.rows for path in paths], np.intp).reshape(-1, lengths)
         if self._graph[0]:
             rows[:, 0] = 0  # the graph knows more than the mean over all contexts
-        weight = 1.0 / (np.take(self._totals, rows, axis=0) + self._strength)
+        weight = 1.0 / (np.take(self._totals, rows, axis=0)[..., steps] + self._strength)
         left = self._strength * weight
         beyond = np.ones_like(left[:, 0])
         for j in range(lengths - 1, -1, -1):
             weight[:, j] *= beyond
             beyond *= left[:, j]
-        counted = np.einsum("njkw,njk->nkw", np.take(self._counts, rows, axis=0), weight)
+        counted = np.einsum("njkw,njk->nkw", np.take(self._counts, rows, axis=0)[..., steps, :], weight)
         probability = counted.reshape(len(paths), families, *counted.shape[1:])[..., :width]
-        base = self._base(width)[[path.current for path in paths]]
+        base = self._base(width)[[path.current for path in paths], steps]
         probability += beyond.reshape(len(paths), families, -1, 1) * base[:, None]
         return np.maximum(probability, _FLOOR)
 
@@ -233,7 +232,7 @@ class _Workflow:
             return
         self._turn += 1
         k = self._turn % len(paths)
-        logs = np.log(self._families([paths[k]])[0, :, k]).astype(np.float64)
+        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0]).astype(np.float64)
         probability = _softmax(self._weight[:, k] @ logs)
         gradient = logs[:, column] - logs @ probability
         # The sum forgets, so that the weights keep following what runs do.
@@ -293,20 +292,19 @@ class _Workflow:
         paths: tuple[ContextPath, ...],
     ) -> Position:
         current, calls = visits[-1]
-        keys, lengths = [*suffixes], self._shape[1]
-        keys += [0] * (lengths - len(keys))
+        families = [suffixes]
         if self._options.visits:
             key = hash((_VISITS, current, calls))
-            keys += [*suffixes[:2], key]
+            families.append([*suffixes[:2], key])
             for visit in visits[-2::-1]:
                 key = hash((key, visit[0]))
-                keys.append(key)
-            keys += [0] * (2 * lengths - len(keys))
+                families[1].append(key)
             key = hash((_VISITED, current, visited.get(current, 0)))
-            keys += [*suffixes[:2], key, hash((key, calls))]
-        keys += [0] * (self._shape[0] * lengths - len(keys))
-        known = self._rows.get
-        rows = [known(key) or self._row(key, i % lengths) if key else 0 for i, key in enumerate(keys)]
+            families.append([*suffixes[:2], key, hash((key, calls))])
+        rows: list[int] = []
+        for keys in families:
+            rows += [self._rows.get(key) or self._row(key, length) for length, key in enumerate(keys)]
+            rows += [0] * (self._shape[1] - len(keys))
         path = ContextPath(rows, current if current < _BEGIN else 0)
         return Position(suffixes, visits, visited, (path, *paths[: self._options.horizon - 1]))
 
@@ -344,6 +342,6 @@ class _Workflow:
         return self._prior
 
 
-def _softmax(logits: Array) -> Array:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
+def _softmax(logits: npt.NDArray[np.floating]) -> Array:
+    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
     return np.asarray(weights / weights.sum(-1, keepdims=True))

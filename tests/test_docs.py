@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from deployments.http.page import PAGES as PAGES_SERVED
 from tests.shells.gateway_kit import Kit
@@ -153,6 +154,14 @@ def test_the_table_of_arguments_is_that_of_the_application() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \| \S", (ROOT / "docs" / "operators.md").read_text(), re.M)
     fields = [(name, told(field.default)) for name, field in AppArgs.model_fields.items()]
     assert [row for row in rows if row[0] in AppArgs.model_fields] == fields
+
+
+def test_a_server_reads_the_inner_layer_that_was_recorded() -> None:
+    from deployments.settings import AppArgs
+    from pbkv_ray.cli.record import inner_states
+
+    (text,) = re.findall(r"`(engine_extra: [^`]*)`", (ROOT / "README.md").read_text())
+    assert AppArgs.checked(yaml.safe_load(text)).engine_options().extra == inner_states([20])
 
 
 def snippets() -> list[Any]:

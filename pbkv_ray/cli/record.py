@@ -42,20 +42,13 @@ def record(
     inputs = _inputs(workflow, file, runs)
     if not out.absolute().parent.is_dir():
         raise InputError(f"the folder of {out} does not exist; make it first")
-    extra: dict[str, object] = {}
-    if inner:
-        extra = {
-            "enable_return_aux_hidden_states": True,
-            "speculative_algorithm": "EAGLE3",  # names how layers are counted; nothing speculates
-            "return_aux_hidden_state_layer_ids": inner,
-        }
     options = EngineOptions(
         model,
         policy="lae",  # one of ours: others report nothing
         device_pool_tokens=POOL_TOKENS,
         host_pool_ratio=0.0,
         max_running_requests=max(16, concurrency),
-        extra=extra,
+        extra=inner_states(inner) if inner else {},
     )
     outcomes: Counter[str] = Counter()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -89,6 +82,15 @@ def record(
         kept, states = export(database, out, workflow=workflow)
     result = {"trace": out.name, "runs": kept, "calls_with_states": states, "outcomes": outcomes, "lost": lost}
     print(json.dumps(result))
+
+
+def inner_states(layers: list[int]) -> dict[str, object]:
+    """What SGLang must be told to give these layers' states instead of the last one's."""
+    return {
+        "enable_return_aux_hidden_states": True,
+        "speculative_algorithm": "EAGLE3",  # names how layers are counted; nothing speculates
+        "return_aux_hidden_state_layer_ids": layers,
+    }
 
 
 def _inputs(workflow: str, file: Path | None, runs: int) -> list[dict[str, Any]]:

@@ -4,30 +4,30 @@ A *context* is something a run has in common with others: its last agents (the b
 last visits (consecutive calls of one agent) with their lengths, how often it has visited the current agent. Each
 context has one row per step k: which agent made call k after it, or that the run ended there. Within a family of
 contexts longer ones back off to shorter ones and those to the LangGraph graph's own edges; the families are mixed
-log-linearly with weights learned online. Every step is counted directly: a forecast is one gather. Propagating the
-one-step counts is a little better far ahead where runs are few, at many times the cost (tests/replay/LOG.md).
+log-linearly with weights learned online. Every step is counted directly. Propagating the one-step counts is a little
+better far ahead where runs are few, at many times the cost (tests/replay/LOG.md).
+
+What is done per run, context and step is compiled (`predict.kernels`), once a machine, when the first
+`VariableOrderCounts` is made: that may take seconds, and no forecast has to wait for it.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain, repeat
 
 import numpy as np
-import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
 from pbkv_ray.errors import ConfigError
-from pbkv_ray.predict.positions import ContextPath, Position
+from pbkv_ray.predict import kernels
 from pbkv_ray.predict.prior import first_agents, propagate
+from pbkv_ray.predict.rows import Rows
 from pbkv_ray.predict.waits import Waits
 
 END = 0  # internal column of END: first, so that agents can be added behind it
-# Beyond all columns: what stands before a run's first agent, and the tags of the families' contexts. A context's key is
-# the hash of the key that it extends and of what it adds: ints, so that it is the same in every process.
-_BEGIN, _SUFFIX, _VISITS, _VISITED = range(1 << 30, (1 << 30) + 4)
 CHECK_EVERY = 256  # observations
-POSITION_CELLS = 1_000  # what a remembered position costs, in cells of four bytes, about
-_FLOOR = 1e-6  # least probability of a family before mixing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,31 @@ class CountsOptions:
     learning_rate: float = 0.1  # of the families' weights
     graph_trust: float = 0.9  # share of the graph's edges in the prior; the rest is uniform (`Command(goto=...)`)
     max_contexts: int = 20_000  # per workflow
-    max_positions: int = 4_096  # per workflow: paths remembered so that a run's next call costs one step
     max_workflows: int = 256
     max_agents: int = 256  # per workflow
-    max_cells: int = 32_000_000  # counts (float32), of one workflow and of all: names are the clients' to choose
+    max_cells: int = 32_000_000  # numbers of four bytes, of one workflow and of all: names are the clients' to choose
 
     def __post_init__(self) -> None:
-        for name in ("order", "horizon", "max_contexts", "max_positions", "max_workflows", "max_agents", "max_cells"):
+        for name in ("order", "horizon", "max_contexts", "max_workflows", "max_agents", "max_cells"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"CountsOptions.{name} is {getattr(self, name)}; it must be at least 1")
         if min(self.strength) <= 0:
             raise ConfigError(f"CountsOptions.strength is {self.strength}; it needs numbers above zero")
         if not 0 <= self.graph_trust < 1:
             raise ConfigError(f"CountsOptions.graph_trust is {self.graph_trust}; it must be in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """Forecasts of some runs of one workflow: steps [runs, K, agents + 1], waits [runs, K]; see `Forecast`."""
+
+    agents: tuple[str, ...]
+    steps: Array
+    waits: Array | None
+
+    def forecasts(self) -> list[Forecast]:
+        waits = repeat(None) if self.waits is None else self.waits
+        return [Forecast(self.agents, step, wait) for step, wait in zip(self.steps, waits, strict=False)]
 
 
 class VariableOrderCounts:
@@ -67,6 +79,7 @@ class VariableOrderCounts:
         self.dropped = {"workflows": 0, "contexts": 0, "agents": 0}
         self._workflows: OrderedDict[str, _Workflow] = OrderedDict()
         self._observed = 0
+        _compile()
 
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         """Learn the graph of `workflow`; idempotent, cheap when nothing changed.
@@ -102,19 +115,24 @@ class VariableOrderCounts:
 
     def forecasts(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> list[Forecast | None]:
         """`forecast` of many runs of one workflow at once: little more than the cost of one."""
+        expected = self.expected(workflow, histories, horizon)
+        return [None] * len(histories) if expected is None else [*expected.forecasts()]
+
+    def expected(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> Expected | None:
+        """`forecasts` as whole arrays."""
         known = self._workflows.get(workflow)
-        if known is None or not known.names or not histories:
-            return [None] * len(histories)
-        steps = known.steps(histories)[:, :horizon]
-        agents = tuple(known.names)
+        if known is None or not known.columns or not histories:
+            return None
+        steps = known.steps(histories, horizon)
+        agents = tuple(known.columns)
         waits = known.waits.expected([history[-1] if history else None for history in histories], agents, steps)
-        return [Forecast(agents, step, None if waits is None else waits[n]) for n, step in enumerate(steps)]
+        return Expected(agents, steps, waits)
 
     def _bound(self) -> None:
         """The workflow used least recently goes first; the one used last stays, which has a bound of its own."""
-        cells = sum(known.cells for known in self._workflows.values())
+        cells = sum(known.rows.cells for known in self._workflows.values())
         while cells > self.options.max_cells and len(self._workflows) > 1:
-            cells -= self._workflows.popitem(last=False)[1].cells
+            cells -= self._workflows.popitem(last=False)[1].rows.cells
             self.dropped["workflows"] += 1
 
     def _workflow(self, name: str) -> "_Workflow":
@@ -129,219 +147,127 @@ class VariableOrderCounts:
         return known
 
 
+class _Columns(dict[str, int]):
+    """agent -> column, in the order in which they appeared; END's for those beyond the bound."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __missing__(self, agent: str) -> int:
+        if len(self) >= self._most:
+            return END
+        column = self[agent] = len(self) + 1
+        return column
+
+
 class _Workflow:
-    """The rows of one workflow. Column END, then the agents in the order in which they appeared."""
+    """What one workflow's runs and its graph have taught."""
 
     def __init__(self, options: CountsOptions, dropped: dict[str, int]) -> None:
         self._options = options
         self._dropped = dropped
-        self.names: list[str] = []
+        self.columns = _Columns(options.max_agents)
+        self.rows = Rows(options.horizon)
         self.waits = Waits()
-        self._index: dict[str, int] = {}
-        # Row 0 stays empty: it stands for a context that a position does not have.
-        self._rows: dict[int, int] = {}
-        self._lengths = [0]  # row -> length of its context
-        self._counts = np.zeros((64, options.horizon, 8), np.float32)
-        self._totals = np.zeros((64, options.horizon), np.float32)  # sums of _counts over the columns
-        self._positions: OrderedDict[tuple[str, ...], Position] = OrderedDict()
         self._graph: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ())
-        self._prior: npt.NDArray[np.float32] | None = None  # [1 + agents (0: before the first), horizon, columns]
-        families = 3 if options.visits else 1
-        self._shape = (families, max(options.order + 1, options.visits + 3))
-        strength = np.full(self._shape[1], options.strength[1], np.float32)
-        strength[:2] = options.strength[0]
-        self._strength = strength[:, None]
-        self._weight = np.full((families, options.horizon), 1.0 / families)
-        self._slope = np.full((families, options.horizon), 1e-2)  # sums of squared gradients (AdaGrad)
+        self._prior: kernels.Floats | None = None
+        self._families = 3 if options.visits else 1
+        self._strength = np.full(max(options.order + 1, options.visits + 3), options.strength[1], np.float32)
+        self._strength[:2] = options.strength[0]
+        self._weight = np.full((self._families, options.horizon), 1.0 / self._families)
+        self._slope = np.full((self._families, options.horizon), 1e-2)  # sums of squared gradients (AdaGrad)
         self._turn = 0
 
     def set_graph(self, agents: tuple[str, ...], edges: tuple[tuple[str, str], ...]) -> None:
         if not agents or self._graph == (agents, edges):
             return
         self._graph = (agents, edges)
-        for agent in agents:
-            self._column(agent)
+        self._flat([agents])
         self._prior = None
 
     def observe(self, history: Sequence[str], following: str | None) -> None:
-        column = END if following is None else self._column(following)
-        paths = self._position(history).paths
-        if column is None:
+        columns, _ = self._flat([history])
+        column = END if following is None else self.columns[following]
+        if column == END and following is not None:
+            self._dropped["agents"] += 1
             return
-        self._weigh(paths, column)
-        rows = np.array([path.rows for path in paths])
-        steps = np.arange(len(paths))[:, None]
-        # Families share their short contexts: fancy indexing counts such a row once, which is what is meant.
-        self._counts[rows, steps, column] += 1.0
-        self._totals[rows, steps] += 1.0
-        self._counts[0] = self._totals[0] = 0.0
-        if len(self._rows) > self._max_rows:
-            self._shrink()
-
-    @property
-    def cells(self) -> int:
-        return self._counts.size + POSITION_CELLS * len(self._positions)
-
-    @property
-    def _max_rows(self) -> int:
-        width = self._counts.shape[1] * self._counts.shape[2]
-        return min(self._options.max_contexts, max(1, self._options.max_cells // (2 * width)))
+        base, rows, options = self._base(), self.rows, self._options
+        steps = min(options.horizon, len(columns) + 1)
+        places = rows.place(columns, options.order, options.visits, (steps, self._families, len(self._strength)))
+        if self._families > 1:
+            # The weights of one step in turn, before it is counted.
+            self._turn += 1
+            k = self._turn % steps
+            expected = base[columns[-1 - k] if k < len(columns) else END]
+            known = rows.counts, rows.totals, expected, self._strength, self._weight, self._slope
+            width = len(self.columns) + 1
+            kernels.weigh(places[k], self._first, k, column, width, *known, options.learning_rate)
+        kernels.count(places, column, rows.counts, rows.totals)
+        if len(rows) > self._max_rows:
+            self._dropped["contexts"] += rows.shrink(max(1, self._max_rows // 2))
 
     def transitions(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
-        for agent, column in self._index.items():
-            row = self._rows.get(hash((_SUFFIX, column)))
-            if row is not None:
-                counts = self._counts[row, 0, 1 : len(self.names) + 1]
-                found[agent] = {name: float(n) for name, n in zip(self.names, counts, strict=True) if n > 0}
+        rows = kernels.after(len(self.columns) + 1, self.rows.slots, self.rows.keys)
+        for agent, column in self.columns.items():
+            if rows[column]:
+                counts = self.rows.counts[rows[column], 0, 1 : len(self.columns) + 1]
+                found[agent] = {name: float(n) for name, n in zip(self.columns, counts, strict=True) if n > 0}
         return found
 
-    def steps(self, histories: Sequence[Sequence[str]]) -> Array:
-        """[histories, horizon, agents + 1], END last."""
-        paths = [self._position(history).paths[0] for history in histories]
-        logs = np.log(self._families(paths, slice(None)))
-        mixed = np.einsum("fk,nfkw->nkw", self._weight.astype(np.float32), logs)
-        likely = _softmax(mixed)
-        return np.concatenate((likely[..., 1:], likely[..., :1]), axis=-1)
+    def steps(self, histories: Sequence[Sequence[str]], horizon: int) -> Array:
+        """[histories, min(horizon, options.horizon), agents + 1], END last."""
+        columns, ends = self._flat(histories)
+        base, rows, options = self._base(), self.rows, self._options
+        steps, width = min(horizon, options.horizon), rows.counts.shape[2]
+        expected = np.empty((len(histories), self._families, steps, width), np.float32)
+        known = self._first, rows.slots, rows.keys, rows.counts, rows.totals, base, self._strength
+        kernels.expect(columns, ends, options.order, options.visits, *known, expected)
+        # Logarithms and exponentials in whole arrays: numpy's are several times as fast as compiled ones.
+        np.log(np.maximum(expected, kernels.FLOOR, out=expected), out=expected)
+        mixed = np.empty((len(histories), steps, width), np.float32)
+        kernels.mix(expected, self._weight, mixed)
+        out = np.empty((len(histories), steps, len(self.columns) + 1))
+        # With three logarithms of at least FLOOR, and weights from -0.5 to 2, no exponential leaves float32.
+        kernels.normalise(np.exp(mixed, out=mixed), out)
+        return out
 
-    def _families(self, paths: Sequence[ContextPath], steps: slice) -> npt.NDArray[np.float32]:
-        """[paths, families, steps, columns]: what each family of contexts expects after each path.
+    @property
+    def _first(self) -> int:
+        """The shortest context that counts: the graph knows more than the mean over all contexts."""
+        return 1 if self._graph[0] else 0
 
-        Backing off from context to context is linear, so that all lengths are summed at once: each has the weight
-        that its own count earns, times what all longer ones left over.
-        """
-        width, (families, lengths) = len(self.names) + 1, self._shape
-        rows = np.array([path.rows for path in paths], np.intp).reshape(-1, lengths)
-        if self._graph[0]:
-            rows[:, 0] = 0  # the graph knows more than the mean over all contexts
-        weight = 1.0 / (np.take(self._totals, rows, axis=0)[..., steps] + self._strength)
-        left = self._strength * weight
-        beyond = np.ones_like(left[:, 0])
-        for j in range(lengths - 1, -1, -1):
-            weight[:, j] *= beyond
-            beyond *= left[:, j]
-        counted = np.einsum("njkw,njk->nkw", np.take(self._counts, rows, axis=0)[..., steps, :], weight)
-        probability = counted.reshape(len(paths), families, *counted.shape[1:])[..., :width]
-        base = self._base(width)[[path.current for path in paths], steps]
-        probability += beyond.reshape(len(paths), families, -1, 1) * base[:, None]
-        return np.maximum(probability, _FLOOR)
+    @property
+    def _max_rows(self) -> int:
+        return min(self._options.max_contexts, max(1, self._options.max_cells // (2 * self.rows.width)))
 
-    def _weigh(self, paths: tuple[ContextPath, ...], column: int) -> None:
-        """One gradient step on the log-likelihood, for the weights of one step in turn (before it is counted)."""
-        if len(self._weight) == 1:
-            return
-        self._turn += 1
-        k = self._turn % len(paths)
-        logs = np.log(self._families([paths[k]], slice(k, k + 1))[0, :, 0]).astype(np.float64)
-        probability = _softmax(self._weight[:, k] @ logs)
-        gradient = logs[:, column] - logs @ probability
-        # The sum forgets, so that the weights keep following what runs do.
-        self._slope[:, k] = 0.999 * self._slope[:, k] + gradient**2
-        self._weight[:, k] += self._options.learning_rate * gradient / np.sqrt(self._slope[:, k])
-        np.clip(self._weight[:, k], -0.5, 2.0, out=self._weight[:, k])
+    def _flat(self, histories: Sequence[Sequence[str]]) -> tuple[kernels.Ints, kernels.Ends]:
+        """The histories' columns, one history after the other, and where each ends; agents that are new get theirs."""
+        ends = np.fromiter(accumulate(map(len, histories)), np.int64, len(histories))
+        return np.array([*map(self.columns.__getitem__, chain.from_iterable(histories))], np.int32), ends
 
-    def _column(self, agent: str) -> int | None:
-        column = self._index.get(agent)
-        if column is None:
-            if len(self.names) >= self._options.max_agents:
-                self._dropped["agents"] += 1
-                return None
-            self.names.append(agent)
-            column = self._index[agent] = len(self.names)
-            if column >= self._counts.shape[2]:
-                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)), axis=2)
-            self._prior = None
-        return column
-
-    def _position(self, history: Sequence[str]) -> Position:
-        key = tuple(history)
-        known = self._positions.get(key)
-        if known is not None:
-            self._positions.move_to_end(key)
-            return known
-        position = self._positions.get(key[:-1]) if key else None
-        rest = key[-1:]
-        if position is None:
-            position, rest = self._begin(), key
-        for agent in rest:
-            position = self._advance(position, self._column(agent) or END)
-        self._positions[key] = position
-        if len(self._positions) > self._options.max_positions:
-            self._positions.popitem(last=False)
-        return position
-
-    def _begin(self) -> Position:
-        return self._placed([_SUFFIX, hash((_SUFFIX, _BEGIN))], ((_BEGIN, 0),), {}, ())
-
-    def _advance(self, position: Position, column: int) -> Position:
-        suffixes, visits, visited, paths = position
-        suffixes = [_SUFFIX, *[hash((key, column)) for key in suffixes[: self._options.order]]]
-        last, calls = visits[-1]
-        if last == column:
-            visits = (*visits[:-1], (column, calls + 1))
-        else:
-            visits = (*visits[-max(1, self._options.visits) :], (column, 1))
-            visited = {**visited, column: visited.get(column, 0) + 1}
-        return self._placed(suffixes, visits, visited, paths)
-
-    def _placed(
-        self,
-        suffixes: list[int],
-        visits: tuple[tuple[int, int], ...],
-        visited: dict[int, int],
-        paths: tuple[ContextPath, ...],
-    ) -> Position:
-        current, calls = visits[-1]
-        families = [suffixes]
-        if self._options.visits:
-            key = hash((_VISITS, current, calls))
-            families.append([*suffixes[:2], key])
-            for visit in visits[-2::-1]:
-                key = hash((key, visit[0]))
-                families[1].append(key)
-            key = hash((_VISITED, current, visited.get(current, 0)))
-            families.append([*suffixes[:2], key, hash((key, calls))])
-        rows: list[int] = []
-        for keys in families:
-            rows += [self._rows.get(key) or self._row(key, length) for length, key in enumerate(keys)]
-            rows += [0] * (self._shape[1] - len(keys))
-        path = ContextPath(rows, current if current < _BEGIN else 0)
-        return Position(suffixes, visits, visited, (path, *paths[: self._options.horizon - 1]))
-
-    def _row(self, key: int, length: int) -> int:
-        row = self._rows[key] = len(self._lengths)
-        self._lengths.append(length)
-        if row >= len(self._counts):
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-            self._totals = np.concatenate((self._totals, np.zeros_like(self._totals)))
-        return row
-
-    def _shrink(self) -> None:
-        """Halve all counts and forget the contexts seen least, half of them: old behaviour fades with use."""
-        seen = self._totals[:, 0]
-        # A suffix is seen at least as often as what it is a suffix of, and comes first among equals.
-        order = sorted(self._rows.items(), key=lambda item: (-seen[item[1]], self._lengths[item[1]]))
-        kept = order[: max(1, self._max_rows // 2)]
-        rows = [0, *(row for _, row in kept)]
-        self._dropped["contexts"] += len(order) - len(kept)
-        self._rows = {key: 1 + i for i, (key, _) in enumerate(kept)}
-        self._lengths = [self._lengths[row] for row in rows]
-        self._positions.clear()
-        counts, totals = self._counts[rows] / 2, self._totals[rows] / 2
-        self._counts = np.concatenate((counts, np.zeros_like(counts)))
-        self._totals = np.concatenate((totals, np.zeros_like(totals)))
-
-    def _base(self, width: int) -> npt.NDArray[np.float32]:
-        """[width (the current agent; 0: none yet), horizon, width]: what is expected before anything was counted."""
-        if self._prior is None:
+    def _base(self) -> kernels.Floats:
+        """[columns (the current agent; END's: none yet), horizon, columns of `rows`]: what is expected before anything
+        was counted."""
+        width = len(self.columns) + 1
+        if self._prior is None or len(self._prior) != width:
+            self.rows.widen(width)
             hops = np.full((width, width), 1.0 / width)
             if self._graph[0]:
                 trust = self._options.graph_trust
-                hops = trust * first_agents(self.names, *self._graph) + (1 - trust) * hops
-            self._prior = propagate(hops, self._options.horizon).astype(np.float32)
+                hops = trust * first_agents(list(self.columns), *self._graph) + (1 - trust) * hops
+            self._prior = np.zeros((width, *self.rows.counts.shape[1:]), np.float32)
+            self._prior[:, :, :width] = propagate(hops, self._options.horizon)
         return self._prior
 
 
-def _softmax(logits: npt.NDArray[np.floating]) -> Array:
-    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
-    return np.asarray(weights / weights.sum(-1, keepdims=True))
+@cache
+def _compile() -> None:
+    """Have every loop compiled, or loaded."""
+    workflow = _Workflow(CountsOptions(), {})
+    workflow.observe(["a"], "a")
+    workflow.transitions()
+    workflow.waits.observe("a", "a", 1.0)
+    workflow.waits.expected(["a"], ["a"], workflow.steps([["a"]], 1))
+    workflow.rows.shrink(1)

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array
+from pbkv_ray.predict.compiled import compiled
 
 _SHORTEST_S = 1e-3
 _MEMORY = 512.0  # observations after which older ones fade
@@ -92,11 +94,11 @@ class Waits:
         given that it lives so long; `steps` are the forecasts' [runs, K, len(agents) + 1]. None: no wait was seen."""
         if (None, None) not in self._moments:
             return None
-        means = np.array([self._per_step(agent, agents) for agent in current])  # [runs, 2, agents]
-        mass = steps[:, :, :-1] / np.maximum(steps[:, :, :-1].sum(2, keepdims=True), 1e-12)
-        first = np.einsum("na,na->n", mass[:, 0], means[:, 0])
-        later = np.einsum("nka,na->nk", mass[:, :-1], means[:, 1])
-        return np.asarray(np.cumsum(np.concatenate((first[:, None], later), axis=1), axis=1))
+        places = {agent: i for i, agent in enumerate(dict.fromkeys(current))}
+        means = np.array([self._per_step(agent, agents) for agent in places])  # [distinct, 2, agents]
+        waits = np.empty(steps.shape[:2])
+        _add_up(steps, np.array([places[agent] for agent in current]), means, waits)
+        return waits
 
     def _per_step(self, agent: str | None, agents: Sequence[str]) -> Array:
         """[2, agents] mean seconds: the first wait by pair, later ones by the agent that is then left. Renewed now
@@ -111,3 +113,20 @@ class Waits:
                 self._means.clear()
             known = self._means[agent] = as_of, means
         return known[1]
+
+
+@compiled
+def _add_up(steps: Array, which: npt.NDArray[np.int64], means: Array, waits: Array) -> None:
+    """Fill `waits` [runs, K] for `Waits.expected`; `means` [.., first or later, agents], `which` of them [runs]."""
+    for run in range(waits.shape[0]):
+        until = 0.0
+        for k in range(waits.shape[1]):
+            # The first wait is of the pair, a later one of the agent that was called before it.
+            expected, mass = 0.0, 0.0
+            before = max(0, k - 1)
+            for agent in range(means.shape[2]):
+                likely = steps[run, before, agent]
+                mass += likely
+                expected += likely * means[which[run], min(k, 1), agent]
+            until += expected / max(mass, 1e-12)
+            waits[run, k] = until

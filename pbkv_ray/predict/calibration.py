@@ -1,11 +1,13 @@
 """Temperature scaling per step, and mixtures of two models: fitted on held-out runs, applied in service."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array
+from pbkv_ray.predict.compiled import compiled
 
 _LEAST = 1e-9
 _TEMPERATURES = np.exp(np.linspace(np.log(0.25), np.log(4.0), 97))
@@ -70,3 +72,32 @@ def expand(probability: Array, own: Sequence[str], agents: Sequence[str]) -> Arr
     out[..., [i for i, _ in known]] = probability[..., [j for _, j in known]]
     out[..., -1] = probability[..., -1]
     return out
+
+
+@compiled
+def softened(logits: npt.NDArray[np.float32], temperature: Array, out: Array) -> None:
+    """Fill `out` [n, K, classes] with the probabilities of `logits` at `temperature` [K]."""
+    for i in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            peak = logits[i, k, 0]
+            for j in range(1, out.shape[2]):
+                peak = max(peak, logits[i, k, j])
+            mass = 0.0
+            for j in range(out.shape[2]):
+                out[i, k, j] = math.exp((logits[i, k, j] - peak) / temperature[k])
+                mass += out[i, k, j]
+            for j in range(out.shape[2]):
+                out[i, k, j] /= mass
+
+
+@compiled
+def blend(first: Array, second: Array, columns: npt.NDArray[np.int64], weight: Array) -> None:
+    """`mix` in place: `second` [n, .., classes] into `first` [n, K, classes], as far as it has steps.
+
+    columns [classes]: where `second` has each class of `first`; weight [n or 1, K] of `second`.
+    """
+    for i in range(first.shape[0]):
+        for k in range(min(first.shape[1], second.shape[1])):
+            share = weight[min(i, weight.shape[0] - 1), k]
+            for j in range(first.shape[2]):
+                first[i, k, j] += share * (second[i, k, columns[j]] - first[i, k, j])

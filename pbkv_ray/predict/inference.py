@@ -1,4 +1,4 @@
-"""The trained net in plain numpy: what serves forecasts. No torch, no start-up cost, microseconds for a few runs.
+"""The trained net in numpy: what serves forecasts. No torch, and microseconds for a few runs.
 
 `graphsage.GraphSage` defines the net; a test holds both to the same numbers.
 """
@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from pbkv_ray.core.forecast import Array
 from pbkv_ray.errors import InputError
-from pbkv_ray.predict.features import Floats, PathFeatures, earlier, vectors
+from pbkv_ray.predict.calibration import softened
+from pbkv_ray.predict.features import Floats, Paths
 
 FORMAT = 1  # of the model folder
 Stage = Literal["begun", "prefilled", "finished"]  # how far a run's last call has come
@@ -70,9 +71,7 @@ class ServedNet:
                 tensors={name.removeprefix("net."): value for name, value in tensors.items()},
                 facts=config,
             )
-            follow = PathFeatures(net.agents)
-            follow.push(net.agents[0])
-            probe = net.forecast(net.placed((), {}), [follow])
+            probe = net.forecast(net.placed((), {}), Paths.of(net.agents, [net.agents[:1]]))
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise InputError(f"{folder} holds no model ({error}); make one with pbkv train") from error
         if not np.isfinite(probe).all():
@@ -130,9 +129,7 @@ class ServedNet:
         """Signal -> width of the hidden states that it was trained on."""
         return {name: self.tensors[f"text.{name}.0.weight"].shape[0] for name in self.signals}
 
-    def forecast(
-        self, placed: Placed, paths: Sequence[PathFeatures], hidden: Sequence[Mapping[str, Floats]] = ()
-    ) -> Array:
+    def forecast(self, placed: Placed, paths: Paths, hidden: Sequence[Mapping[str, Floats]] = ()) -> Array:
         """[paths, K, agents + added + 1], END last, calibrated. `hidden`: per path, signal -> [width], where known.
 
         `paths` follow this net's agents; added agents are one (the unknown) to them, and columns of their own here.
@@ -140,23 +137,22 @@ class ServedNet:
         t, known = self.tensors, len(self.agents)
         parts: list[Floats] = []
         if self.facts["net"]["graph"]:
-            current = [path.current for path in paths]
-            weight = placed.attention[current, : known + 1] * earlier(paths)
+            weight = placed.attention[paths.current, : known + 1] * paths.earlier
             weight /= np.maximum(weight.sum(1, keepdims=True), 1e-9)
             context = np.asarray(weight @ placed.states[: known + 1], np.float32)
-            parts += [placed.states[current], context]
+            parts += [placed.states[paths.current], context]
         if "features.0.weight" in t:
-            parts.append(_dense(vectors(paths), t, "features.0"))
+            parts.append(_dense(paths.vectors, t, "features.0"))
         for signal in self.signals:
             zero = np.zeros(t[f"text.{signal}.0.weight"].shape[0], np.float32)
             value = np.stack([np.asarray(h.get(signal, zero), np.float32) for h in hidden or [{}] * len(paths)])
             parts.append(_dense(_normal(value, t, f"text.{signal}.0"), t, f"text.{signal}.1"))
         state = _dense(np.concatenate(parts, 1), t, "head.1")
-        logits = (state @ placed.out.T + placed.bias).reshape(len(paths), self.horizon, -1)
-        logits -= logits.max(-1, keepdims=True)
-        logits /= self.temperature[:, None].astype(np.float32)
-        probability = np.exp(logits, out=logits).astype(np.float64)
-        return np.asarray(probability / probability.sum(-1, keepdims=True))
+        logits = state @ placed.out.T
+        logits += placed.bias
+        out = np.empty((len(paths), self.horizon, len(placed.bias) // self.horizon))
+        softened(logits.reshape(out.shape), self.temperature, out)
+        return out
 
 
 def _dense(value: Floats, tensors: Mapping[str, Floats], layer: str) -> Floats:

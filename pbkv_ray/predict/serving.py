@@ -9,17 +9,18 @@ thread (`predict.background`), and `finish` takes its answer in on the loop. `fo
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, CallFacts, Forecast, Predictor
 from pbkv_ray.errors import ConfigError
-from pbkv_ray.predict.calibration import expand
-from pbkv_ray.predict.counts import VariableOrderCounts
-from pbkv_ray.predict.features import Floats, PathFeatures
+from pbkv_ray.predict.calibration import blend, softened
+from pbkv_ray.predict.counts import Expected, VariableOrderCounts
+from pbkv_ray.predict.features import Floats, Paths
 from pbkv_ray.predict.inference import Placed, ServedNet, Stage
 
 __all__ = ["CallFacts", "Gate", "Job", "Served", "ServingOptions"]
@@ -35,7 +36,7 @@ class ServingOptions:
     margin: float = 0.005  # nats per answer by which a net must be better to join, or worse to leave
     slow_s: float = 0.02  # mean time of a batch in the net beyond which it leaves
     stuck_s: float = 2.0  # a batch that takes so long is given up, and its net with it
-    max_remembered: int = 8_192  # per workflow: forecasts kept until they can be judged, and paths
+    max_remembered: int = 8_192  # per workflow: forecasts kept until they can be judged
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -67,10 +68,10 @@ class Gate:
 
 @dataclass(slots=True)
 class _Given:
-    """A forecast that waits for what really follows."""
+    """A batch of forecasts that waits for what really follows."""
 
     agents: tuple[str, ...]
-    counts: Array  # [K, agents + 1]
+    counts: Array  # [runs, K, agents + 1]
     net: Array
 
 
@@ -83,7 +84,7 @@ class Job:
     desk: "_Desk"
     runs: Sequence[str]
     histories: Sequence[tuple[str, ...]]
-    plain: Sequence[Forecast]
+    plain: Expected
     work: Callable[[], Array]
 
     def run(self) -> tuple[Array, float]:
@@ -101,6 +102,7 @@ class Served:
         self.counters: Counter[str] = Counter()
         self.at_once: Predictor = _AtOnce(self)
         self._desks: dict[str, _Desk] = {}
+        _compile()
 
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         self.counts.prior(workflow, agents, edges)
@@ -142,17 +144,17 @@ class Served:
         """One forecast per history; `calls` tells more about each one's last call, where it is known, `runs` whose
         they are: without it runs of the same history are taken for the same."""
         job = self.begin(workflow, histories, horizon, calls, runs)
-        better: Sequence[Forecast | None] = [None] * len(histories)
-        if job is None:
-            plain = self.counts.forecasts(workflow, histories, horizon)
-        else:
-            plain = list(job.plain)
+        if job is not None:
             try:
                 better = self.finish(job, *job.run())
             except Exception:
                 self.drop(job, "net_errors")
-        self.counters["forecasts_counts"] += sum(one is None for one in better)
-        return [one or other for one, other in zip(better, plain, strict=True)]
+            else:
+                if None not in better:
+                    return better
+        plain = self.counts.expected(workflow, histories, horizon) if job is None else job.plain
+        self.counters["forecasts_counts"] += len(histories)
+        return [None] * len(histories) if plain is None else [*plain.forecasts()]
 
     def begin(
         self,
@@ -166,8 +168,8 @@ class Served:
         desk = self._desks.get(workflow)
         if desk is None or not all(histories):
             return None
-        plain = [one for one in self.counts.forecasts(workflow, histories, horizon) if one is not None]
-        if len(plain) != len(histories):
+        plain = self.counts.expected(workflow, histories, horizon)
+        if plain is None:
             return None
         own = [tuple(history) for history in histories]
         try:
@@ -179,7 +181,7 @@ class Served:
 
     def finish(self, job: Job, together: Array, seconds: float) -> list[Forecast | None]:
         """What `job.run` answered; None where counts serve, because the gate is closed or the net is unfit."""
-        nothing: list[Forecast | None] = [None] * len(job.plain)
+        nothing: list[Forecast | None] = [None] * len(job.runs)
         if not np.isfinite(together).all():
             self.drop(job, "net_errors")
             return nothing
@@ -190,8 +192,8 @@ class Served:
         job.desk.remember(job.runs, job.histories, job.plain, together)
         if not job.desk.gate.open or self._desks.get(job.workflow) is not job.desk:
             return nothing
-        self.counters["forecasts_net"] += len(job.plain)
-        return [Forecast(one.agents, step, one.wait_s) for one, step in zip(job.plain, together, strict=True)]
+        self.counters["forecasts_net"] += len(job.runs)
+        return [*Expected(job.plain.agents, together, job.plain.waits).forecasts()]
 
     def drop(self, job: Job, why: str) -> None:
         """The net of `job` answers no more, until a new one is installed; counted as `why`."""
@@ -226,59 +228,55 @@ class _AtOnce:
 
 
 class _Desk:
-    """The net of one workflow at work, and its gate. `_paths` belongs to the job that runs, the rest to the loop."""
+    """The net of one workflow at work, and its gate; it belongs to the loop."""
 
     def __init__(self, net: ServedNet, options: ServingOptions) -> None:
         self.gate = Gate(options)
         self._net = net
+        self._known = frozenset(net.agents)
         self._options = options
         self._added: tuple[str, ...] = ()
         self._placed = net.placed((), {})
         self._widths = net.widths()
         self._weights = {stage: net.weight(stage) for stage in get_args(Stage)}
-        self._paths: OrderedDict[tuple[str, ...], PathFeatures] = OrderedDict()
-        self._given: OrderedDict[tuple[str, tuple[str, ...]], _Given] = OrderedDict()
+        self._given: OrderedDict[tuple[str, tuple[str, ...]], tuple[_Given, int]] = OrderedDict()  # place in the batch
         self._mean_s = 0.0
         self._batches = 0
 
     def work(
         self,
         histories: Sequence[tuple[str, ...]],
-        plain: Sequence[Forecast],
+        plain: Expected,
         calls: Sequence[CallFacts | None],
         transitions: Callable[[], Mapping[str, Mapping[str, float]]],
     ) -> Callable[[], Array]:
         """The net's part of a batch, bound to what it needs as it is now."""
-        agents = plain[0].agents
-        added = tuple(agent for agent in agents if agent not in self._net.agents)
+        added = tuple(agent for agent in plain.agents if agent not in self._known)
         # Agents that the net has never seen get their place in the graph, which is renewed now and then.
         if added and (added != self._added or self._batches % 256 == 0):
             self._placed = self._net.placed(added, transitions())
         self._added = added
-        columns = (*self._net.agents, *added)
-        return partial(self._mixed, self._placed, columns, agents, histories, [one.step for one in plain], calls)
+        own = {agent: column for column, agent in enumerate((*self._net.agents, *added))}
+        columns = np.array([*(own[agent] for agent in plain.agents), len(own)])
+        return partial(self._mixed, self._placed, columns, histories, plain.steps, calls)
 
     def _mixed(
         self,
         placed: Placed,
-        columns: tuple[str, ...],
-        agents: tuple[str, ...],
+        columns: npt.NDArray[np.int64],
         histories: Sequence[tuple[str, ...]],
-        counts: Sequence[Array],
+        counts: Array,
         calls: Sequence[CallFacts | None],
     ) -> Array:
-        paths = [self._path(history) for history in histories]
+        paths = Paths.of(self._net.agents, histories)
         for i, facts in enumerate(calls):
             if facts is not None:
-                paths[i] = paths[i].copy()
-                paths[i].correct(facts.prompt_tokens, facts.output_tokens)
+                paths.tell(i, facts.prompt_tokens, facts.output_tokens)
         hidden = [{} if facts is None else self._fitting(facts) for facts in calls]
-        own = expand(self._net.forecast(placed, paths, hidden), columns, agents)
-        together = np.stack(counts)
-        steps = min(own.shape[1], together.shape[1])
         stages = [self._stage(*one) for one in zip(calls, hidden, strict=True)] or ["begun"]
-        weight = np.stack([self._weights[stage][:steps] for stage in stages])
-        together[:, :steps] += weight[..., None] * (own[:, :steps] - together[:, :steps])
+        weight = np.stack([self._weights[stage] for stage in stages])
+        together = counts.copy()
+        blend(together, self._net.forecast(placed, paths, hidden), columns, weight)
         return together
 
     def _stage(self, facts: CallFacts | None, hidden: Mapping[str, Floats]) -> Stage:
@@ -295,22 +293,23 @@ class _Desk:
         }
 
     def remember(
-        self, runs: Sequence[str], histories: Sequence[tuple[str, ...]], plain: Sequence[Forecast], together: Array
+        self, runs: Sequence[str], histories: Sequence[tuple[str, ...]], plain: Expected, together: Array
     ) -> None:
-        for run, history, one, both in zip(runs, histories, plain, together, strict=True):
-            self._given[run, history] = _Given(one.agents, one.step, both)
+        batch = _Given(plain.agents, plain.steps, together)
+        for n, asked in enumerate(zip(runs, histories, strict=True)):
+            self._given[asked] = batch, n
         while len(self._given) > self._options.max_remembered:
             self._given.popitem(last=False)
 
     def judge(self, run: str, history: tuple[str, ...], following: str | None) -> None:
         for k in range(min(self._options.judged_steps, len(history))):
-            given = self._given.get((run, history[: len(history) - k]))
-            if given is None or k >= len(given.counts):
+            given, n = self._given.get((run, history[: len(history) - k]), (None, 0))
+            if given is None or k >= given.counts.shape[1]:
                 continue
             if following is not None and following not in given.agents:
                 continue
             column = len(given.agents) if following is None else given.agents.index(following)
-            one, both = (max(float(step[k, column]), _LEAST) for step in (given.counts, given.net))
+            one, both = (max(float(steps[n, k, column]), _LEAST) for steps in (given.counts, given.net))
             self.gate.judge(float(np.log(one)), float(np.log(both)))
 
     def took(self, seconds: float) -> None:
@@ -320,20 +319,11 @@ class _Desk:
     def slow(self) -> bool:
         return self._batches >= 64 and self._mean_s > self._options.slow_s
 
-    def _path(self, history: tuple[str, ...]) -> PathFeatures:
-        known = self._paths.get(history)
-        if known is None:
-            before = self._paths.get(history[:-1])
-            if before is None:
-                known = PathFeatures(self._net.agents)
-                rest = history
-            else:
-                known, rest = before.copy(), history[-1:]
-            for agent in rest:
-                known.push(agent)
-            self._paths[history] = known
-            if len(self._paths) > self._options.max_remembered:
-                self._paths.popitem(last=False)
-        else:
-            self._paths.move_to_end(history)
-        return known
+
+@cache
+def _compile() -> None:
+    """Have every loop that serves a net compiled, or loaded, before a forecast waits for it."""
+    Paths.of(("a",), [("a",)])
+    one = np.ones((1, 1, 1))
+    softened(one.astype(np.float32), np.ones(1), one)
+    blend(one, one, np.zeros(1, np.int64), one[0])

@@ -84,9 +84,8 @@ def inputs_of(runs: Sequence[Run], agents: Sequence[str], signals: Sequence[str]
         one_hot = np.eye(len(agents) + 1, dtype=np.float32)[path]
         current.append(path)
         earlier.append(np.cumsum(one_hot, 0) - one_hot)
-        vectors.append(
-            features.path_features(agents, run.agents, run.prompt_tokens.tolist(), run.output_tokens.tolist())
-        )
+        prompts, outputs = run.prompt_tokens.tolist(), run.output_tokens.tolist()
+        vectors.append(features.path_features(agents, run.agents, prompts, outputs).vectors)
         for name in signals:
             if name not in run.hidden:
                 raise InputError(f"run {run.run_id} has no hidden state {name!r}; record it or train without it")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pbkv_ray.predict.features import PathFeatures
+from pbkv_ray.predict.features import Paths
 from pbkv_ray.predict.inference import ServedNet
 
 AGENTS = ("a", "x", "y")
@@ -18,7 +18,7 @@ class FakeNet(ServedNet):
     def placed(self, added: Sequence[str], transitions: object) -> np.ndarray:
         return np.zeros((len(self.agents) + 1 + len(added), 1))
 
-    def forecast(self, placed: np.ndarray, paths: Sequence[PathFeatures], hidden: object = ()) -> np.ndarray:
+    def forecast(self, placed: np.ndarray, paths: Paths, hidden: object = ()) -> np.ndarray:
         added = len(placed) - len(self.agents) - 1
         said = np.zeros((len(paths), self.horizon, len(self.agents) + 1))
         said[:, 0] = self.tell(paths)

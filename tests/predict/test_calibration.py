@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbkv_ray.predict.calibration import expand, fit_mixture, fit_temperature, mix, scale
+from pbkv_ray.predict.calibration import blend, expand, fit_mixture, fit_temperature, mix, scale, softened
 
 
 def test_an_overconfident_model_is_cooled_and_the_rest_left_alone() -> None:
@@ -40,3 +40,31 @@ def test_a_mixture_prefers_the_model_that_was_right() -> None:
 def test_columns_are_matched_by_name() -> None:
     own = np.array([[0.5, 0.3, 0.2]])  # b, a, END
     assert expand(own, ("b", "a"), ("a", "x", "b")).tolist() == [[0.3, 0.0, 0.5, 0.2]]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_logits_at_a_temperature_are_scaled_probabilities(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(0, 3, (4, 3, 5)).astype(np.float32)
+    temperature = generator.uniform(0.5, 2.0, 3)
+    out = np.empty(logits.shape)
+    softened(logits, temperature, out)
+    probability = np.exp(logits.astype(float))
+    probability /= probability.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, scale(probability, temperature), atol=1e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.integers(1, 4))
+def test_a_blend_is_a_mixture_of_the_steps_and_classes_that_both_have(seed: int, alike: bool, steps: int) -> None:
+    generator = np.random.default_rng(seed)
+    first, second = generator.dirichlet(np.ones(3), (5, 3)), generator.dirichlet(np.ones(4), (5, steps))
+    columns = np.array([2, 0, 3])  # of first's classes in second, which has one more
+    weight = generator.uniform(0, 1, (1 if alike else 5, 3))
+    blended, shared = first.copy(), min(3, steps)
+    blend(blended, second, columns, weight)
+    for i in range(5):
+        expected = mix(first[i, :shared], second[i, :shared][:, columns], weight[0 if alike else i, :shared])
+        np.testing.assert_allclose(blended[i, :shared], expected)
+    assert (blended[:, shared:] == first[:, shared:]).all()

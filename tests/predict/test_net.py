@@ -10,7 +10,7 @@ import torch
 
 from pbkv_ray.errors import ConfigError, InputError
 from pbkv_ray.predict.baselines import mixtures
-from pbkv_ray.predict.features import PathFeatures
+from pbkv_ray.predict.features import Paths
 from pbkv_ray.predict.graphsage import GraphSage, NetOptions, transition_matrix
 from pbkv_ray.predict.inference import ServedNet
 from pbkv_ray.predict.train import TrainOptions, begun, evaluate_held, fit, inputs_of, save
@@ -24,12 +24,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def follow(agents: tuple[str, ...], path: str, tokens: tuple[int, int] | None = None) -> PathFeatures:
-    made = PathFeatures(agents)
-    for agent in path:
-        made.push(agent)
+def follow(agents: tuple[str, ...], *paths: str, tokens: tuple[int, int] | None = None) -> Paths:
+    made = Paths.of(agents, paths)
     if tokens:
-        made.correct(*tokens)
+        made.tell(0, *tokens)
     return made
 
 
@@ -114,11 +112,11 @@ def test_what_serves_in_numpy_says_what_was_trained_in_torch(tmp_path: Path) -> 
     expected = model.forecast(inputs_of([run], model.agents, ("decode",)))
     placed = served.placed((), {})
     for i in range(4):
-        path = follow(served.agents, "pctx"[: i + 1], (int(run.prompt_tokens[i]), 20))
-        said = served.forecast(placed, [path], [{"decode": run.hidden["decode"][i]}])
+        path = follow(served.agents, "pctx"[: i + 1], tokens=(int(run.prompt_tokens[i]), 20))
+        said = served.forecast(placed, path, [{"decode": run.hidden["decode"][i]}])
         np.testing.assert_allclose(said[0], expected[i], atol=1e-5)
     at_start = model.forecast(begun(inputs_of([run], model.agents, ("decode",))))
-    np.testing.assert_allclose(served.forecast(placed, [follow(served.agents, "pc")])[0], at_start[1], atol=1e-5)
+    np.testing.assert_allclose(served.forecast(placed, follow(served.agents, "pc"))[0], at_start[1], atol=1e-5)
 
 
 def test_an_agent_added_later_has_a_column_and_speaks_from_its_place_in_the_graph(tmp_path: Path) -> None:
@@ -127,7 +125,7 @@ def test_an_agent_added_later_has_a_column_and_speaks_from_its_place_in_the_grap
     save(fit(made[:48], made[48:], options=replace(QUICK, epochs=15)), tmp_path, {})
     served = ServedNet.load(tmp_path)
     placed = served.placed(("r", "q"), {"c": {"r": 20.0}, "r": {"c": 15.0}})
-    said = served.forecast(placed, [follow(served.agents, "pc"), follow(served.agents, "pcr")])
+    said = served.forecast(placed, follow(served.agents, "pc", "pcr"))
     assert said.shape == (2, 10, 6)  # c, p, t, r, q, END
     np.testing.assert_allclose(said.sum(-1), 1.0)
     c_calls = said[0, 0]

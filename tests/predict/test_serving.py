@@ -11,7 +11,7 @@ import pytest
 
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.predict.background import Background
-from pbkv_ray.predict.features import PathFeatures
+from pbkv_ray.predict.features import Paths
 from pbkv_ray.predict.folder import ModelFolder
 from pbkv_ray.predict.serving import CallFacts, Served, ServingOptions
 from tests.predict.fake_net import net
@@ -19,7 +19,7 @@ from tests.predict.fake_net import net
 
 def after_a(said: Sequence[float]) -> object:
     """A net that says `said` [a, x, y, END] after a, and END otherwise."""
-    return lambda paths: [said if path.current == 0 else [0, 0, 0, 1] for path in paths]
+    return lambda paths: [said if current == 0 else [0, 0, 0, 1] for current in paths.current]
 
 
 def live(served: Served, *paths: str) -> list[Forecast]:
@@ -100,8 +100,8 @@ def test_agents_that_the_net_does_not_know_keep_the_counts_columns() -> None:
 def test_what_is_known_of_a_call_reaches_the_net_and_no_other_run() -> None:
     seen: list[float] = []
 
-    def tell(paths: Sequence[PathFeatures]) -> list[list[float]]:
-        seen.extend(float(path.vector()[-3]) for path in paths)
+    def tell(paths: Paths) -> list[list[float]]:
+        seen.extend(paths.vectors[:, -3].tolist())
         return [[0, 1, 0, 0]] * len(paths)
 
     served = Served()
@@ -210,7 +210,7 @@ def beside_hover(served: Served) -> None:
 async def test_a_net_that_hangs_holds_up_neither_the_loop_nor_other_workflows() -> None:
     released = threading.Event()
 
-    def hangs(paths: Sequence[PathFeatures]) -> list[list[float]]:
+    def hangs(paths: Paths) -> list[list[float]]:
         released.wait(30)
         return [[0, 1, 0, 0]] * len(paths)
 
@@ -266,9 +266,9 @@ async def test_what_hears_the_answers_may_fail_and_the_next_batch_goes_on() -> N
 def test_each_run_is_judged_by_its_own_forecast() -> None:
     """Two runs with the same path so far: what the net said of one says nothing about the other."""
 
-    def tell(paths: Sequence[PathFeatures]) -> list[list[float]]:
+    def tell(paths: Paths) -> list[list[float]]:
         # The token counts tell the two apart: 100 is followed by x, 200 by y.
-        known = [path.vector()[-3] for path in paths]
+        known = paths.vectors[:, -3]
         return [[0, 0.99, 0.01, 0] if value < np.log(150) / 8 else [0, 0.01, 0.99, 0] for value in known]
 
     served = with_open_gate(tell, least=1, memory=1e9)

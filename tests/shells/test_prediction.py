@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pbkv_ray.control.exposition import controller_text
 from pbkv_ray.core.actions import PublishForecast
 from pbkv_ray.core.events import Batch, CallFinished, CallStarted, CallState, Event, RunEnded, RunStarted
 from pbkv_ray.predict import background
-from pbkv_ray.predict.features import PathFeatures
+from pbkv_ray.predict.features import Paths
 from pbkv_ray.predict.folder import ModelFolder
 from pbkv_ray.predict.inference import ServedNet
 from tests.predict.fake_net import FakeNet, net
@@ -87,9 +87,10 @@ async def test_every_new_fact_of_a_call_brings_a_new_forecast_and_the_next_call_
         def widths(self) -> dict[str, int]:
             return {"prefill": 2, "decode": 2}
 
-        def forecast(self, states, paths: Sequence[PathFeatures], hidden=()):
-            seen.extend((float(h["prefill"][0]) if "prefill" in h else 0.0, float(h["decode"][0]) if "decode" in h
-                         else 0.0, int(p.vector()[-4])) for h, p in zip(hidden, paths, strict=True))  # fmt: skip
+        def forecast(self, states, paths: Paths, hidden=()):
+            for h, known in zip(hidden, paths.vectors[:, -4], strict=True):
+                first = [float(h[signal][0]) if signal in h else 0.0 for signal in ("prefill", "decode")]
+                seen.append((*first, int(known)))
             return super().forecast(states, paths, hidden)
 
     made = net(lambda paths: [[0, 1, 0, 0]] * len(paths), kind=Reading)
@@ -129,7 +130,7 @@ async def test_states_of_another_model_are_not_shown_to_the_net(application: App
 async def test_a_net_that_hangs_is_left_alone_and_calls_are_heard_meanwhile(application: Application):
     released = threading.Event()
 
-    def hangs(paths: Sequence[PathFeatures]) -> list[list[float]]:
+    def hangs(paths: Paths) -> list[list[float]]:
         released.wait(60)
         return [[0, 1, 0, 0]] * len(paths)
 

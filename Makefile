@@ -6,9 +6,11 @@ OWN_ENGINE := tests/shells/test_radix_engine.py tests/workflows/test_on_smollm2.
 READY := .venv/.ready-$(SET)
 BIN := .venv/bin
 
-# Without bytecode every process of an application compiles SGLang and Ray anew: minutes at each start.
+# Without bytecode every process of an application compiles SGLang and Ray anew: minutes at each start. A `Served` has
+# the loops of the forecasts compiled, which a controller would otherwise do at its first start.
 unexport PYTHONDONTWRITEBYTECODE
-WARM := import deployments.app, ray.serve, sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler
+WARM := import deployments.app, ray.serve, sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler; \
+	from pbkv_ray.predict.serving import Served; Served()
 
 .PHONY: help setup demo test test-core soak lint lock wheel clean
 help: ## show this list

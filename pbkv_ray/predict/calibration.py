@@ -82,12 +82,13 @@ def softened(logits: npt.NDArray[np.float32], temperature: Array, out: Array) ->
             peak = logits[i, k, 0]
             for j in range(1, out.shape[2]):
                 peak = max(peak, logits[i, k, j])
-            mass = 0.0
+            mass, cold = 0.0, 1.0 / temperature[k]
             for j in range(out.shape[2]):
-                out[i, k, j] = math.exp((logits[i, k, j] - peak) / temperature[k])
+                out[i, k, j] = math.exp((logits[i, k, j] - peak) * cold)
                 mass += out[i, k, j]
+            share = 1.0 / mass
             for j in range(out.shape[2]):
-                out[i, k, j] /= mass
+                out[i, k, j] *= share
 
 
 @compiled

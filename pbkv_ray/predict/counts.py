@@ -57,11 +57,17 @@ class CountsOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """Forecasts of some runs of one workflow: steps [runs, K, agents + 1], waits [runs, K]; see `Forecast`."""
+    """Forecasts of some runs of one workflow: steps [runs, K, agents + 1], waits [runs, K]; see `Forecast`.
+
+    columns: what they were made from, one history after the other, agent i being 1 + i, 0 one that has no column; ends
+    [runs] where each history ends.
+    """
 
     agents: tuple[str, ...]
     steps: Array
     waits: Array | None
+    columns: kernels.Ints
+    ends: kernels.Ends
 
     def forecasts(self) -> list[Forecast]:
         waits = repeat(None) if self.waits is None else self.waits
@@ -123,10 +129,11 @@ class VariableOrderCounts:
         known = self._workflows.get(workflow)
         if known is None or not known.columns or not histories:
             return None
-        steps = known.steps(histories, horizon)
+        columns, ends = known.flat(histories)
+        steps = known.steps(columns, ends, horizon)
         agents = tuple(known.columns)
         waits = known.waits.expected([history[-1] if history else None for history in histories], agents, steps)
-        return Expected(agents, steps, waits)
+        return Expected(agents, steps, waits, columns, ends)
 
     def _bound(self) -> None:
         """The workflow used least recently goes first; the one used last stays, which has a bound of its own."""
@@ -183,11 +190,11 @@ class _Workflow:
         if not agents or self._graph == (agents, edges):
             return
         self._graph = (agents, edges)
-        self._flat([agents])
+        self.flat([agents])
         self._prior = None
 
     def observe(self, history: Sequence[str], following: str | None) -> None:
-        columns, _ = self._flat([history])
+        columns, _ = self.flat([history])
         column = END if following is None else self.columns[following]
         if column == END and following is not None:
             self._dropped["agents"] += 1
@@ -216,19 +223,18 @@ class _Workflow:
                 found[agent] = {name: float(n) for name, n in zip(self.columns, counts, strict=True) if n > 0}
         return found
 
-    def steps(self, histories: Sequence[Sequence[str]], horizon: int) -> Array:
-        """[histories, min(horizon, options.horizon), agents + 1], END last."""
-        columns, ends = self._flat(histories)
+    def steps(self, columns: kernels.Ints, ends: kernels.Ends, horizon: int) -> Array:
+        """[histories, min(horizon, options.horizon), agents + 1], END last; of `flat` histories."""
         base, rows, options = self._base(), self.rows, self._options
         steps, width = min(horizon, options.horizon), rows.counts.shape[2]
-        expected = np.empty((len(histories), self._families, steps, width), np.float32)
+        expected = np.empty((len(ends), self._families, steps, width), np.float32)
         known = self._first, rows.slots, rows.keys, rows.counts, rows.totals, base, self._strength
         kernels.expect(columns, ends, options.order, options.visits, *known, expected)
         # Logarithms and exponentials in whole arrays: numpy's are several times as fast as compiled ones.
         np.log(np.maximum(expected, kernels.FLOOR, out=expected), out=expected)
-        mixed = np.empty((len(histories), steps, width), np.float32)
+        mixed = np.empty((len(ends), steps, width), np.float32)
         kernels.mix(expected, self._weight, mixed)
-        out = np.empty((len(histories), steps, len(self.columns) + 1))
+        out = np.empty((len(ends), steps, len(self.columns) + 1))
         # With three logarithms of at least FLOOR, and weights from -0.5 to 2, no exponential leaves float32.
         kernels.normalise(np.exp(mixed, out=mixed), out)
         return out
@@ -242,7 +248,7 @@ class _Workflow:
     def _max_rows(self) -> int:
         return min(self._options.max_contexts, max(1, self._options.max_cells // (2 * self.rows.width)))
 
-    def _flat(self, histories: Sequence[Sequence[str]]) -> tuple[kernels.Ints, kernels.Ends]:
+    def flat(self, histories: Sequence[Sequence[str]]) -> tuple[kernels.Ints, kernels.Ends]:
         """The histories' columns, one history after the other, and where each ends; agents that are new get theirs."""
         ends = np.fromiter(accumulate(map(len, histories)), np.int64, len(histories))
         return np.array([*map(self.columns.__getitem__, chain.from_iterable(histories))], np.int32), ends
@@ -269,5 +275,5 @@ def _compile() -> None:
     workflow.observe(["a"], "a")
     workflow.transitions()
     workflow.waits.observe("a", "a", 1.0)
-    workflow.waits.expected(["a"], ["a"], workflow.steps([["a"]], 1))
+    workflow.waits.expected(["a"], ["a"], workflow.steps(*workflow.flat([["a"]]), 1))
     workflow.rows.shrink(1)

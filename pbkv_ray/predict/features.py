@@ -62,8 +62,13 @@ class Paths:
 
     @classmethod
     def of(cls, agents: Sequence[str], histories: Sequence[Sequence[str]]) -> "Paths":
-        ends = np.fromiter(accumulate(map(len, histories), initial=0), np.int64, 1 + len(histories))
-        return _followed(_columns(agents, histories), ends[:-1], ends[1:], len(agents))
+        ends = np.fromiter(accumulate(map(len, histories)), np.int64, len(histories))
+        return cls.along(_columns(agents, histories), ends, len(agents))
+
+    @classmethod
+    def along(cls, columns: Ints, ends: Ints, agents: int) -> "Paths":
+        """Of histories that lie one after the other in `columns`, each up to its number in `ends`."""
+        return _followed(columns, np.concatenate(([0], ends[:-1])), ends, agents)
 
     def __len__(self) -> int:
         return len(self.current)

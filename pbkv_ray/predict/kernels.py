@@ -149,10 +149,9 @@ def _expect(
             if family == 0 and length == 2:
                 _share(expected)
             row = rows[family, length]
-            for step in range(steps):
-                total = totals[row, begin + step]
-                if total > 0:
-                    share = one / (total + strength[length])
+            if row:
+                for step in range(steps):
+                    share = one / (totals[row, begin + step] + strength[length])
                     left = strength[length] * share
                     for column in range(width):
                         counted = share * counts[row, begin + step, column]
@@ -223,9 +222,10 @@ def normalise(likely: Floats, out: Doubles) -> None:
             mass = 0.0
             for column in range(width):
                 mass += likely[run, step, column]
-            out[run, step, width - 1] = likely[run, step, 0] / mass
+            share = 1.0 / mass
+            out[run, step, width - 1] = likely[run, step, 0] * share
             for column in range(1, width):
-                out[run, step, column - 1] = likely[run, step, column] / mass
+                out[run, step, column - 1] = likely[run, step, column] * share
 
 
 @compiled

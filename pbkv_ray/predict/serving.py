@@ -8,7 +8,7 @@ thread (`predict.background`), and `finish` takes its answer in on the loop. `fo
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import get_args
@@ -173,7 +173,7 @@ class Served:
             return None
         own = [tuple(history) for history in histories]
         try:
-            work = desk.work(own, plain, list(calls), partial(self.counts.transitions, workflow))
+            work = desk.work(plain, list(calls), partial(self.counts.transitions, workflow))
         except Exception:
             self._drop(workflow, desk, "net_errors")
             return None
@@ -193,7 +193,7 @@ class Served:
         if not job.desk.gate.open or self._desks.get(job.workflow) is not job.desk:
             return nothing
         self.counters["forecasts_net"] += len(job.runs)
-        return [*Expected(job.plain.agents, together, job.plain.waits).forecasts()]
+        return [*replace(job.plain, steps=together).forecasts()]
 
     def drop(self, job: Job, why: str) -> None:
         """The net of `job` answers no more, until a new one is installed; counted as `why`."""
@@ -245,7 +245,6 @@ class _Desk:
 
     def work(
         self,
-        histories: Sequence[tuple[str, ...]],
         plain: Expected,
         calls: Sequence[CallFacts | None],
         transitions: Callable[[], Mapping[str, Mapping[str, float]]],
@@ -258,24 +257,27 @@ class _Desk:
         self._added = added
         own = {agent: column for column, agent in enumerate((*self._net.agents, *added))}
         columns = np.array([*(own[agent] for agent in plain.agents), len(own)])
-        return partial(self._mixed, self._placed, columns, histories, plain.steps, calls)
+        return partial(self._mixed, self._placed, columns, plain, calls)
 
     def _mixed(
         self,
         placed: Placed,
         columns: npt.NDArray[np.int64],
-        histories: Sequence[tuple[str, ...]],
-        counts: Array,
+        plain: Expected,
         calls: Sequence[CallFacts | None],
     ) -> Array:
-        paths = Paths.of(self._net.agents, histories)
+        """`columns`: the net's, of each of the counts' and of END."""
+        known = len(self._net.agents)
+        # Agents that were added, or have no column, are one to the net: the unknown.
+        seen = np.minimum(np.concatenate(([known], columns)), known)
+        paths = Paths.along(seen[plain.columns], plain.ends, known)
         for i, facts in enumerate(calls):
             if facts is not None:
                 paths.tell(i, facts.prompt_tokens, facts.output_tokens)
         hidden = [{} if facts is None else self._fitting(facts) for facts in calls]
         stages = [self._stage(*one) for one in zip(calls, hidden, strict=True)] or ["begun"]
         weight = np.stack([self._weights[stage] for stage in stages])
-        together = counts.copy()
+        together = plain.steps.copy()
         blend(together, self._net.forecast(placed, paths, hidden), columns, weight)
         return together
 

@@ -194,8 +194,8 @@ class _Workflow:
         self._prior = None
 
     def observe(self, history: Sequence[str], following: str | None) -> None:
-        columns, _ = self.flat([history])
         column = END if following is None else self.columns[following]
+        columns, _ = self.flat([history])
         if column == END and following is not None:
             self._dropped["agents"] += 1
             return

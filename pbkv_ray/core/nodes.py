@@ -24,7 +24,8 @@ class Node(Generic[N]):
     """What the index knows of one KV-cache node."""
 
     __slots__ = (
-        "children", "depth", "gone", "id", "owned", "parent", "recency", "resident", "ticket", "tokens", "walk",
+        "children", "depth", "gone", "id", "owned", "parent", "recency", "resident", "ticket", "tokens", "told",
+        "walk",
     )  # fmt: skip
 
     def __init__(self, id: N, tokens: int, parent: "Node[N] | None", owned: OwnerSet, recency: float) -> None:
@@ -37,6 +38,7 @@ class Node(Generic[N]):
         self.children = 0
         self.gone = False
         self.walk = 0
+        self.told = 0  # what the engine said last of its tiers, see core.backlog
         self.ticket = [0, 0]  # of its entry in its set's heap; 0: not an evictable leaf of the tier
         self.resident = [False, False]
 

@@ -6,7 +6,7 @@ runs, double ends, old versions) are no-ops, counted; ended runs are remembered 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -58,14 +58,14 @@ class Owners:
         self.count = OwnersCount()
         self.now_s = 0.0
         self.retired_tokens = [0, 0]  # per tier
-        self.runs: OrderedDict[str, Run] = OrderedDict()  # longest silent first
-        self._by_serial: dict[int, Run] = {}
+        self.runs, self._by_serial = OrderedDict[str, Run](), dict[int, Run]()  # runs: longest silent first
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._sets: dict[SetKey, OwnerSet] = {}  # by name, for interning
         self._all: dict[OwnerSet, None] = {}  # also those whose name another set has taken
         self._popular: dict[OwnerSet, None] = {}
         self._moved: dict[OwnerSet, None] = {}  # new, or retired, since `moved` was last called
         self._serial = 0
+        self.ending: Callable[[], None] = lambda: None  # called before a run ends: its last uses may be waiting
         self.nobody = self._intern((), 0, False, False, 0, "")
 
     # Runs
@@ -134,6 +134,7 @@ class Owners:
         if run_id in self._ended:
             self.count.double_ends += 1
             return
+        self.ending()
         self._ended[run_id] = self.now_s
         if len(self._ended) > self.options.max_ended:
             self._ended.popitem(last=False)

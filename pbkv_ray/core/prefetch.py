@@ -111,8 +111,7 @@ class Prefetcher(Generic[N]):
         """
         space = free_tokens + self._index.retired_tokens(Tier.DEVICE) - self._loading
         space += int(self.options.aggressive * pool_tokens)
-        step = self.step_tokens()
-        self._credit = min(self._credit + step, self.options.burst_steps * step)
+        self.nothing()
         left = min(space, int(self._credit))
         loads: list[Load[N]] = []
         planned: set[N] = set()
@@ -128,6 +127,11 @@ class Prefetcher(Generic[N]):
             self._credit -= load.tokens
             self.count.planned += load.tokens
         return loads
+
+    def nothing(self) -> None:
+        """`plan` where nothing is known to be on the host alone: the step's bandwidth is saved up."""
+        step = self.step_tokens()
+        self._credit = min(self._credit + step, self.options.burst_steps * step)
 
     def _fit(self, node: N, value: float, left: int, planned: set[N]) -> Load[N] | None:
         path: list[tuple[N, int]] = []

@@ -7,9 +7,10 @@ Theory of operation
        (1, score)         active; nodes that nobody owns have score zero
    With neither forecasts nor endings every rank is (1, 0.0), so the order is LRU over all nodes, exactly.
 3. Only evictable leaves of a tier are in that order: leaves first, locked nodes never. The engine says which they
-   are (`set_tier`), also while a walk is under way: a parent may become a leaf.
+   are (`report`), also while a walk is under way: a parent may become a leaf.
 4. A run that changes re-ranks its sets, not its nodes. How the lowest is found: `core.order`; what a set is worth:
    `core.worth`. Nothing here reads a clock: `tick` brings the broadcast one.
+5. What was said of nodes is taken in when somebody asks (`core.backlog`): a call says much that its end undoes.
 
 Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
 """
@@ -17,12 +18,13 @@ Every method takes ids that it does not know as news from a race: no-ops, counte
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from pbkv_ray.core.backlog import EVICTABLE, RESIDENT, Backlog, state_of
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse
 from pbkv_ray.core.nodes import OFFERED, Explanation, IndexCount, Node, Reason, Tier
 from pbkv_ray.core.order import Order
 from pbkv_ray.core.owners import Owners, OwnersOptions
-from pbkv_ray.core.ownership import RETIRED, OwnerSet, Run
+from pbkv_ray.core.ownership import RETIRED, OwnerSet
 from pbkv_ray.core.rates import depth_class
 from pbkv_ray.core.scores import Score
 from pbkv_ray.core.waits import WaitingTimes
@@ -53,8 +55,10 @@ class ReuseIndex(Generic[N]):
         self.count = IndexCount()
         self._nodes: dict[N, Node[N]] = {}
         self._read = recency
-        self._uses, self._walks = 0.0, 0
+        self._uses, self._walking = 0.0, 0
         self._order = Order[N](self.owners, self._recency)
+        self._backlog = Backlog[N](self.owners, self._order)
+        self.owners.ending = self._backlog.settle
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -86,8 +90,10 @@ class ReuseIndex(Generic[N]):
         if child is None or not 0 < tokens < child.tokens:
             self.count.split_mismatches += 1
             return
+        self._backlog.settle()
         upper = Node(new_parent, tokens, child.parent, child.owned, child.recency)
         upper.resident, upper.children = list(child.resident), 1
+        upper.told = child.told & sum(RESIDENT)
         self._nodes[new_parent] = upper
         self._order.join(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
         self._order.part(child)
@@ -104,6 +110,7 @@ class ReuseIndex(Generic[N]):
             return
         if gone.children:
             raise InputError(f"node {node!r} still has {gone.children} children; remove them first")
+        self._backlog.settle()
         del self._nodes[node]
         self._order.part(gone)
         gone.ticket, gone.gone = [0, 0], True
@@ -112,6 +119,7 @@ class ReuseIndex(Generic[N]):
 
     def clear(self) -> None:
         """The cache was emptied. Runs, forecasts and what was learned stay."""
+        self._backlog.forget()
         for node in self._nodes.values():
             self._order.part(node)
             node.ticket, node.gone, node.parent = [0, 0], True, None
@@ -123,11 +131,21 @@ class ReuseIndex(Generic[N]):
         if known is None:
             self.count.unknown_nodes += 1
             return
-        self._order.hold(known, tier, resident)
-        if evictable and known.ticket[tier] == 0:
-            self._order.enter(known, tier)
-        elif not evictable and known.ticket[tier] != 0:
-            self._order.leave(known, tier)
+        other = known.told & ~(RESIDENT[tier] | EVICTABLE[tier])
+        self._told(known, other | state_of(tier, resident=resident, evictable=evictable))
+
+    def report(self, node: N, state: int) -> None:
+        """`set_tier` of both tiers: RESIDENT and EVICTABLE bits of `core.backlog`."""
+        known = self._nodes.get(node)
+        if known is None:
+            self.count.unknown_nodes += 1
+            return
+        self._told(known, state)
+
+    def _told(self, node: Node[N], state: int) -> None:
+        self._backlog.told(node, state)
+        if self._walking:  # who walks must see a node that was locked and released as a new one
+            self._backlog.settle()
 
     # Use
 
@@ -161,6 +179,8 @@ class ReuseIndex(Generic[N]):
             return
         if at_s is not None:
             self.tick(at_s)
+        if self._backlog.concerns(active):  # it is of the call before
+            self._backlog.settle()
         self.owners.called(active, agent, blocks)
 
     def use(self, node: N, run: str | None, agent: str = "", *, workflow: str = "") -> None:
@@ -175,50 +195,13 @@ class ReuseIndex(Generic[N]):
             return
         if self._read is None:
             self.touch(node)
-        if run is None:
-            self._mark(deepest, self.owners.add_foreign)
+        active = None if run is None else self.owners.run(run, workflow)
+        if active is not None:
+            self._backlog.use(active, self.owners.bit(active, agent), deepest)
             return
-        active = self.owners.run(run, workflow)
-        if active is None:
-            self.owners.count.late_calls += 1
-            self._mark(deepest, self.owners.add_late)
-            return
-        bit = self.owners.bit(active, agent)
-        self._walks += 1
-        moves: dict[tuple[OwnerSet, bool], OwnerSet] = {}
-        at: Node[N] | None = deepest
-        while at is not None:
-            at.walk = self._walks
-            public = at.depth + at.tokens <= active.shared_tokens
-            target = moves.get((at.owned, public))
-            if target is None:
-                target = moves[at.owned, public] = self.owners.add_owner(at.owned, active, bit, public)
-            self._order.move(at, target)
-            at = at.parent
-        tip, active.tips[bit] = active.tips.get(bit), deepest
-        self._turn(tip, self._walks, active, bit, fresh=False)
-        if bit in active.leaves and tip is not None:
-            active.leaves.remove(bit)
-            before, active.older_tips[bit] = active.older_tips.get(bit), tip
-            self._walks += 1
-            self._turn(tip, 0, active, bit, older=True)
-            self._turn(before, self._walks, active, bit, older=False)
-
-    def _turn(
-        self, tip: Node[N] | None, walk: int, run: Run, bit: int, fresh: bool | None = None, older: bool | None = None
-    ) -> None:
-        """Changes what is known of the path that ends in `tip`, up to the first node of that walk (0: all of it)."""
-        while tip is not None and (tip.gone or walk == 0 or tip.walk != walk):
-            if not tip.gone:
-                tip.walk = self._walks
-                self._order.move(tip, self.owners.turn(tip.owned, run, bit, fresh, older))
-            tip = tip.parent
-
-    def _mark(self, deepest: Node[N], change: Callable[[OwnerSet], OwnerSet]) -> None:
-        at: Node[N] | None = deepest
-        while at is not None:
-            self._order.move(at, change(at.owned))
-            at = at.parent
+        self._backlog.settle()
+        self.owners.count.late_calls += run is not None
+        self._backlog.mark(deepest, self.owners.add_foreign if run is None else self.owners.add_late)
 
     # Runs
 
@@ -251,12 +234,17 @@ class ReuseIndex(Generic[N]):
         could not evict is not offered again in this pass, and is back in the order once the pass is closed.
         """
         offered: list[Node[N]] = []
+        self._walking += 1
         try:
+            self._backlog.settle()
             while (node := self._order.take(tier)) is not None:
                 offered.append(node)
                 self.count.evictions[self._reason(node.owned)] += 1
                 yield node.id
+                self._backlog.settle()
         finally:
+            self._walking -= 1
+            self._backlog.settle()
             for node in offered:
                 if node.ticket[tier] == OFFERED:
                     self.count.evictions[self._reason(node.owned)] -= 1
@@ -264,12 +252,14 @@ class ReuseIndex(Generic[N]):
 
     def peek(self, tier: Tier) -> N | None:
         """The next victim; nothing changes."""
+        self._backlog.settle()
         return None if (node := self._order.top(tier)) is None else node.id
 
     def explain(self, node: N) -> Explanation | None:
         """Where the node stands in the order, and why; None if it is unknown."""
         if (known := self._nodes.get(node)) is None:
             return None
+        self._backlog.settle()
         self._order.refresh()
         owned = known.owned
         owners = tuple(
@@ -281,6 +271,7 @@ class ReuseIndex(Generic[N]):
 
     def reason(self, node: N) -> Reason:
         """Why the node would go, for the report of its eviction."""
+        self._backlog.settle()
         known = self._nodes.get(node)
         return "recency" if known is None else self._reason(known.owned)
 
@@ -288,10 +279,12 @@ class ReuseIndex(Generic[N]):
 
     def retired_tokens(self, tier: Tier) -> int:
         """Tokens of retired nodes in `tier`, leaves or not."""
+        self._backlog.settle()
         return self.owners.retired_tokens[tier]
 
     def residency(self) -> dict[str, tuple[int, int]]:
         """Run -> (device tokens, host tokens) of the nodes that it owns, shared ones included."""
+        self._backlog.settle()
         return self.owners.residency()
 
     def next_call(self, node: N) -> float:
@@ -299,11 +292,13 @@ class ReuseIndex(Generic[N]):
         known = self._nodes.get(node)
         if known is None:
             return 0.0
+        self._backlog.settle()
         self._order.refresh()
         return self.owners.worth.next_call(known.owned, self.owners.now_s)
 
     def host_only(self) -> Iterator[tuple[float, N]]:
         """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
+        self._backlog.settle()
         self._order.refresh()
         worth, now_s = self.owners.worth, self.owners.now_s
         waiting = [(worth.next_call(s, now_s), s.serial, s) for s in self.owners.sets() if s.host_only]
@@ -315,6 +310,7 @@ class ReuseIndex(Generic[N]):
 
     def load_path(self, node: N) -> list[tuple[N, int]]:
         """See `Node.load_path`; empty for an unknown node."""
+        self._backlog.settle()
         known = self._nodes.get(node)
         return [] if known is None else known.load_path()
 
@@ -337,6 +333,7 @@ class ReuseIndex(Generic[N]):
 
     def check_invariants(self) -> None:
         """Raises AssertionError with what is wrong; O(nodes)."""
+        self._backlog.settle()
         self.owners.check_invariants()
         self._order.check_invariants(self._nodes.values())
         children: dict[Node[N], int] = {}

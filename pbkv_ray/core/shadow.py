@@ -13,8 +13,11 @@ SGLang's LRU frees whole nodes, not blocks. So does the shadow: a node ends wher
 or an output ended before it was extended (SGLang never merges nodes again).
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
 
 from pbkv_ray.errors import ConfigError
 
@@ -63,7 +66,7 @@ class ShadowLru:
 
         A sum over calls is unbiased; one call's figure is a multiple of stride x block, and may be one too much.
         """
-        held, path, found = self._held, self.followed(blocks), list[int]()
+        held, path, found = self._held, self.followed(blocks)[0], list[int]()
         for block in path:
             if block not in held:
                 break
@@ -78,7 +81,7 @@ class ShadowLru:
         """A call's blocks are in the tier now, and recent. prompt: how many of them are the prompt's, if there is more:
         SGLang keeps an output in a node of its own."""
         held, ends = self._held, self._ends
-        path = self.followed(blocks)
+        path, places = self.followed(blocks)
         above, joined = ROOT, True  # joined: `above` is of this call's own node
         for block in path:
             if block in held:
@@ -91,8 +94,8 @@ class ShadowLru:
             above = block
         if not joined:
             ends.add(above)
-        if 0 < prompt < len(blocks) and (whole := self.followed(blocks[:prompt])):
-            ends.add(whole[-1])
+        if 0 < prompt < len(blocks) and (whole := bisect_left(places, prompt)):
+            ends.add(path[whole - 1])
         for block in reversed(path):
             held.move_to_end(block)
         while len(held) > self.room:
@@ -103,16 +106,18 @@ class ShadowLru:
         self._held.clear()
         self._ends.clear()
 
-    def followed(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Those of a prompt's blocks that are followed, first to last."""
+    def followed(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Those of a prompt's blocks that are followed, first to last, and their places in it."""
         stride = self.stride
         if stride == 1:
-            return blocks
-        # The hash of a tuple is mixed well in all its bits; modulo a power of two takes the lowest.
-        picks = [start + blocks[start] % stride for start in range(0, len(blocks), stride)]
-        if picks and picks[-1] >= len(blocks):
-            picks.pop()
-        return [blocks[i] for i in picks]
+            return blocks, range(len(blocks))
+        # The hash of a prefix is mixed well in all its bits; modulo a power of two takes the lowest.
+        hashes = np.array(blocks, np.int64)
+        places = np.arange(0, len(hashes), stride)
+        places += hashes[places] % stride
+        if len(places) and places[-1] >= len(hashes):
+            places = places[:-1]
+        return hashes[places].tolist(), places.tolist()
 
     def _evict(self) -> None:
         """The oldest block, a leaf; then the rest of its node."""

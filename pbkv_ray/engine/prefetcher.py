@@ -83,6 +83,9 @@ class EnginePrefetcher:
         cache = self._cache
         if self._loading or not self._core.trusted or self._core.by_lru() or not cache.has_free_load_back_slot():
             return
+        if not self._core.demoted:
+            self._plan.nothing()
+            return
         allocator = cache.token_to_kv_pool_allocator
         loads = self._plan.plan(max(0, allocator.available_size() - reserve), allocator.size)
         started = [load for load in loads if self._queue(load)]

@@ -104,6 +104,9 @@ class Queue:
     def plan(self, scheduler: Any, make: Callable[[], Any]) -> Any:
         """`make` plans a prefill batch from `scheduler.waiting_queue`; those to be held back are not in it then."""
         everyone = scheduler.waiting_queue
+        if not everyone:  # as before most decode steps
+            self._admitted = []
+            return make()
         held = self._held(everyone, scheduler.chunked_req)
         scheduler.waiting_queue = [req for index, req in enumerate(everyone) if index not in held]
         try:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from sglang.srt.managers.io_struct import RpcReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -45,10 +46,25 @@ def apply_hints(scheduler: Any, payload: str) -> None:
         core.tell(core.index.update, hint.run_id, hint.forecast, version=hint.version, at_s=hint.at_s)
     for run, at_s in ended.items():
         core.tell(core.index.end, run, at_s)
+    if not core.pressed():
+        return
     try:
         core.index.peek(Tier.DEVICE)  # scores are brought up to date here, not while an eviction waits
     except Exception:
         logger.debug("scores failed; evictions fall back to LRU and count it", exc_info=True)
+
+
+def around_rpc(handle: Any, scheduler: Any, request: Any) -> Any:
+    """Around `Scheduler.handle_rpc_request`: a rank that is alone takes hints without SGLang's barrier of one, which
+    costs it more than the hints."""
+    if request.method != RPC or scheduler.tp_group.world_size > 1:
+        return handle(scheduler, request)
+    try:
+        apply_hints(scheduler, **request.parameters)
+    except Exception as error:
+        logger.exception("hints that are none of ours")
+        return RpcReqOutput(success=False, message=str(error))
+    return RpcReqOutput(success=True, message="")
 
 
 def choose_policy(scheduler: Any, payload: str) -> None:
@@ -176,6 +192,7 @@ def register() -> None:
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", after_plan, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", around_new_prefill, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}._add_request_to_queue", after_queue, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.handle_rpc_request", around_rpc, HookType.AROUND)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_prefill", around_prefill, HookType.AROUND)
     HookRegistry.register(f"{_RESULTS}.process_batch_result_decode", after_decode, HookType.AFTER)
     logging.getLogger(Scheduler.__module__).addFilter(QuietPayloads())

@@ -13,14 +13,17 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 from sglang.srt.mem_cache.unified_cache.components import FullComponent
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+from pbkv_ray.core.backlog import EVICTABLE, RESIDENT
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import Explanation, Reason, ReuseIndex, Tier
 from pbkv_ray.core.scores import score_of
 from pbkv_ray.engine.policies import RadixOptions
+from pbkv_ray.engine.tree_walks import TreeWalks
 
 logger = logging.getLogger(__name__)
+PRESSED = 64  # broadcasts of hints for which scores are kept up to date once a victim was wanted
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class TreeCount:
     failures: int = 0  # times the index had to be given up until the next flush
 
 
-class OwnedTreeCore(UnifiedTreeCore):
+class OwnedTreeCore(TreeWalks):
     """SGLang's Python tree core; `index` mirrors its nodes. `params.eviction_policy_config` holds RadixOptions."""
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
@@ -47,11 +50,13 @@ class OwnedTreeCore(UnifiedTreeCore):
         self.left_device: list[Callable[[UnifiedTreeNode], None]] = []  # who hears of nodes that leave the device
         self.evicted: Callable[[Tier, int, Explanation], None] | None = None  # who hears why a node goes
         self.by_lru: Callable[[], bool] = lambda: False  # SGLang's own order is wanted; the index only keeps step
+        self.demoted = False  # the host tier has held what the device has not, since the last flush
+        self._calm = PRESSED  # broadcasts since a victim was wanted
         super().__init__(replace(params, eviction_policy_config=None), components)
 
     def reset(self) -> None:
         super().reset()
-        self.trusted = True
+        self.trusted, self.demoted = True, False
         self.tell(self.index.clear)
 
     def choose(self, options: RadixOptions) -> None:
@@ -89,12 +94,15 @@ class OwnedTreeCore(UnifiedTreeCore):
         if node not in index:
             index.add(node, len(node.key), None if node.parent is self.root_node else node.parent)
         full = node.component_data[FULL]
-        index.set_tier(
-            node, Tier.DEVICE, resident=full.value is not None, evictable=node in self.evictable_device_leaves
-        )
-        index.set_tier(
-            node, Tier.HOST, resident=full.host_value is not None, evictable=node in self.evictable_host_leaves
-        )
+        state = RESIDENT[Tier.DEVICE] if full.value is not None else 0
+        if full.host_value is not None:
+            state |= RESIDENT[Tier.HOST]
+            self.demoted = self.demoted or state == RESIDENT[Tier.HOST]
+        if node in self.evictable_device_leaves:
+            state |= EVICTABLE[Tier.DEVICE]
+        elif node in self.evictable_host_leaves:
+            state |= EVICTABLE[Tier.HOST]
+        index.report(node, state)
 
     def _release_full_host_duplicate(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
         super()._release_full_host_duplicate(node, *args, **kwargs)
@@ -111,8 +119,14 @@ class OwnedTreeCore(UnifiedTreeCore):
         for hear in self.left_device:
             self.tell(hear, node)
 
+    def pressed(self) -> bool:
+        """Victims were wanted lately, counted in calls of this method: one a broadcast, on every rank."""
+        self._calm += 1
+        return self._calm <= PRESSED
+
     def victims(self, tier: Tier) -> Generator[UnifiedTreeNode, None, None]:
         """Evictable leaves of `tier`, the one to go next first; close it. Raises what the index raises."""
+        self._calm = 0
         leaves = self.evictable_device_leaves if tier is Tier.DEVICE else self.evictable_host_leaves
         walk: Any = self.index.victims(tier)
         try:

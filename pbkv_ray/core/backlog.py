@@ -17,8 +17,9 @@ from pbkv_ray.core.ownership import OwnerSet, Run
 
 N = TypeVar("N", bound=Hashable)
 
-# What the engine says of a node: for each tier, whether it holds the node's KV and whether it may evict it now.
-RESIDENT, EVICTABLE = (1, 4), (2, 8)  # bits of `Node.told`, by tier
+# What the engine says of a node, bits of `Node.told`: which tier holds its KV, and may evict it from there now.
+DEVICE_HELD, DEVICE_FREE, HOST_HELD, HOST_FREE = 1, 2, 4, 8
+HELD, FREE = (DEVICE_HELD, HOST_HELD), (DEVICE_FREE, HOST_FREE)  # by tier
 
 
 class Backlog(Generic[N]):
@@ -34,7 +35,7 @@ class Backlog(Generic[N]):
     # What is told
 
     def told(self, node: Node[N], state: int) -> None:
-        """The engine says `state` (RESIDENT and EVICTABLE bits) of the node."""
+        """The engine says `state` (bits, see above) of the node."""
         if node.told != state:
             node.told = state
             self._changed[node] = None
@@ -77,8 +78,8 @@ class Backlog(Generic[N]):
     def _change(self, node: Node[N]) -> None:
         order = self._order
         for tier in TIERS:
-            order.hold(node, tier, bool(node.told & RESIDENT[tier]))
-            if node.told & EVICTABLE[tier]:
+            order.hold(node, tier, bool(node.told & HELD[tier]))
+            if node.told & FREE[tier]:
                 if node.ticket[tier] == 0:
                     order.enter(node, tier)
             elif node.ticket[tier] != 0:
@@ -127,4 +128,4 @@ def _above(upper: Node[N], node: Node[N]) -> bool:
 
 def state_of(tier: Tier, *, resident: bool, evictable: bool) -> int:
     """The bits of one tier."""
-    return resident * RESIDENT[tier] | evictable * EVICTABLE[tier]
+    return resident * HELD[tier] | evictable * FREE[tier]

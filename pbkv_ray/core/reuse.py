@@ -18,7 +18,7 @@ Every method takes ids that it does not know as news from a race: no-ops, counte
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from pbkv_ray.core.backlog import EVICTABLE, RESIDENT, Backlog, state_of
+from pbkv_ray.core.backlog import FREE, HELD, Backlog, state_of
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse
 from pbkv_ray.core.nodes import OFFERED, Explanation, IndexCount, Node, Reason, Tier
@@ -93,7 +93,7 @@ class ReuseIndex(Generic[N]):
         self._backlog.settle()
         upper = Node(new_parent, tokens, child.parent, child.owned, child.recency)
         upper.resident, upper.children = list(child.resident), 1
-        upper.told = child.told & sum(RESIDENT)
+        upper.told = child.told & sum(HELD)
         self._nodes[new_parent] = upper
         self._order.join(upper, child.owned)  # first, or the set would be empty for a moment, and be forgotten
         self._order.part(child)
@@ -131,16 +131,17 @@ class ReuseIndex(Generic[N]):
         if known is None:
             self.count.unknown_nodes += 1
             return
-        other = known.told & ~(RESIDENT[tier] | EVICTABLE[tier])
+        other = known.told & ~(HELD[tier] | FREE[tier])
         self._told(known, other | state_of(tier, resident=resident, evictable=evictable))
 
-    def report(self, node: N, state: int) -> None:
-        """`set_tier` of both tiers: RESIDENT and EVICTABLE bits of `core.backlog`."""
+    def report(self, node: N, state: int) -> bool:
+        """`set_tier` of both tiers: bits of `core.backlog`. False for a node that is not in the index."""
         known = self._nodes.get(node)
         if known is None:
-            self.count.unknown_nodes += 1
-            return
-        self._told(known, state)
+            return False
+        if known.told != state:
+            self._told(known, state)
+        return True
 
     def _told(self, node: Node[N], state: int) -> None:
         self._backlog.told(node, state)

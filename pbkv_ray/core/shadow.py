@@ -16,12 +16,21 @@ or an output ended before it was extended (SGLang never merges nodes again).
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pbkv_ray.errors import ConfigError
 
 ROOT = 0
+
+
+class Path(NamedTuple):
+    """What is followed of a prompt of `size` blocks: blocks, first to last, and their places in it."""
+
+    blocks: Sequence[int]
+    places: Sequence[int]
+    size: int
 
 
 class ShadowLru:
@@ -61,12 +70,12 @@ class ShadowLru:
         """Followed blocks that are held: never more than `room` and one call."""
         return len(self._held)
 
-    def find(self, blocks: Sequence[int]) -> int:
+    def find(self, blocks: "Sequence[int] | Path") -> int:
         """Tokens of the prompt that LRU would have had; what was found is recent now.
 
         A sum over calls is unbiased; one call's figure is a multiple of stride x block, and may be one too much.
         """
-        held, path, found = self._held, self.followed(blocks)[0], list[int]()
+        held, path, found = self._held, self.followed(blocks).blocks, list[int]()
         for block in path:
             if block not in held:
                 break
@@ -77,11 +86,12 @@ class ShadowLru:
         within = (self.block_tokens - 1) // 2 if 0 < len(found) < len(path) else 0
         return len(found) * self.stride * self.block_tokens + within
 
-    def put(self, blocks: Sequence[int], prompt: int = 0) -> None:
+    def put(self, blocks: "Sequence[int] | Path", prompt: int = 0) -> None:
         """A call's blocks are in the tier now, and recent. prompt: how many of them are the prompt's, if there is more:
         SGLang keeps an output in a node of its own."""
         held, ends = self._held, self._ends
-        path, places = self.followed(blocks)
+        followed = self.followed(blocks)
+        path = followed.blocks
         above, joined = ROOT, True  # joined: `above` is of this call's own node
         for block in path:
             if block in held:
@@ -94,7 +104,7 @@ class ShadowLru:
             above = block
         if not joined:
             ends.add(above)
-        if 0 < prompt < len(blocks) and (whole := bisect_left(places, prompt)):
+        if 0 < prompt < followed.size and (whole := bisect_left(followed.places, prompt)):
             ends.add(path[whole - 1])
         for block in reversed(path):
             held.move_to_end(block)
@@ -106,18 +116,20 @@ class ShadowLru:
         self._held.clear()
         self._ends.clear()
 
-    def followed(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Those of a prompt's blocks that are followed, first to last, and their places in it."""
-        stride = self.stride
+    def followed(self, blocks: "Sequence[int] | Path") -> "Path":
+        """Those of a prompt's blocks that are followed; a path is taken as it is."""
+        if isinstance(blocks, Path):
+            return blocks
+        stride, size = self.stride, len(blocks)
         if stride == 1:
-            return blocks, range(len(blocks))
+            return Path(blocks, range(size), size)
         # The hash of a prefix is mixed well in all its bits; modulo a power of two takes the lowest.
         hashes = np.array(blocks, np.int64)
-        places = np.arange(0, len(hashes), stride)
+        places = np.arange(0, size, stride)
         places += hashes[places] % stride
-        if len(places) and places[-1] >= len(hashes):
+        if size and places[-1] >= size:
             places = places[:-1]
-        return hashes[places].tolist(), places.tolist()
+        return Path(hashes[places].tolist(), places.tolist(), size)
 
     def _evict(self) -> None:
         """The oldest block, a leaf; then the rest of its node."""

@@ -48,8 +48,10 @@ class Oversight:
         if self._shadow is None:
             return
         try:
-            made = req.pbkv_shadow = blocks_of(req, self._block_tokens)
-            found = self._shadow.find(_salted(req, made))
+            made = blocks_of(req, self._block_tokens)
+            path = self._shadow.followed(_salted(req, made))
+            req.pbkv_shadow = made, path
+            found = self._shadow.find(path)
             seen = len(req.origin_input_ids), device_hit, found
             if self.ordered:
                 return
@@ -66,10 +68,14 @@ class Oversight:
         if self._shadow is None or known is None:
             return
         try:
-            whole = up_to // self._block_tokens
-            if whole > len(known):
-                known = req.pbkv_shadow = block_hashes(req.full_untruncated_fill_ids[:up_to], self._block_tokens, known)
-            self._shadow.put(_salted(req, known[:whole]), len(req.origin_input_ids) // self._block_tokens)
+            whole, (blocks, path) = up_to // self._block_tokens, known
+            if whole > path.size:
+                blocks = block_hashes(req.full_untruncated_fill_ids[:up_to], self._block_tokens, blocks)
+                path = self._shadow.followed(_salted(req, blocks))
+                req.pbkv_shadow = blocks, path
+            elif whole < path.size:  # a chunk of the prompt
+                path = self._shadow.followed(_salted(req, blocks[:whole]))
+            self._shadow.put(path, len(req.origin_input_ids) // self._block_tokens)
         except Exception:
             self._fail()
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as
 from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-from pbkv_ray.core.backlog import EVICTABLE, RESIDENT
+from pbkv_ray.core.backlog import HOST_FREE, HOST_HELD
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import Explanation, Reason, ReuseIndex, Tier
 from pbkv_ray.core.scores import score_of
@@ -80,29 +80,34 @@ class OwnedTreeCore(TreeWalks):
             try:
                 what(*args, **kwargs)
             except Exception:
-                self.trusted = False
-                self.count.failures += 1
-                logger.exception("the reuse index failed; evicting by LRU until the cache is flushed")
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self.trusted = False
+        self.count.failures += 1
+        logger.exception("the reuse index failed; evicting by LRU until the cache is flushed")
 
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
-        super()._update_evictable_leaf_sets(node)
-        if node is not self.root_node:
-            self.tell(self._report, node)
+        # Several times a node and call: no `tell`, and nothing twice.
+        if node is self.root_node:
+            super()._update_evictable_leaf_sets(node)
+            return
+        state = self.leaf(node)
+        if self.trusted:
+            try:
+                self._say(node, state)
+            except Exception:
+                self._give_up()
 
     def _report(self, node: UnifiedTreeNode) -> None:
-        index = self.index
-        if node not in index:
-            index.add(node, len(node.key), None if node.parent is self.root_node else node.parent)
-        full = node.component_data[FULL]
-        state = RESIDENT[Tier.DEVICE] if full.value is not None else 0
-        if full.host_value is not None:
-            state |= RESIDENT[Tier.HOST]
-            self.demoted = self.demoted or state == RESIDENT[Tier.HOST]
-        if node in self.evictable_device_leaves:
-            state |= EVICTABLE[Tier.DEVICE]
-        elif node in self.evictable_host_leaves:
-            state |= EVICTABLE[Tier.HOST]
-        index.report(node, state)
+        self._say(node, self.state_of(node))
+
+    def _say(self, node: UnifiedTreeNode, state: int) -> None:
+        if not self.index.report(node, state):
+            self.index.add(node, len(node.key), None if node.parent is self.root_node else node.parent)
+            self.index.report(node, state)
+        if state & ~HOST_FREE == HOST_HELD:
+            self.demoted = True
 
     def _release_full_host_duplicate(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> None:
         super()._release_full_host_duplicate(node, *args, **kwargs)

@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as
 from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_counter
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
+from pbkv_ray.core.backlog import DEVICE_FREE, DEVICE_HELD, HOST_FREE, HOST_HELD
+
 
 class TreeWalks(UnifiedTreeCore):
     """`UnifiedTreeCore`, in all that can be seen."""
@@ -80,25 +82,43 @@ class TreeWalks(UnifiedTreeCore):
         last = None if node is self.root_node else node.id
         return self._match_post_processor(params, values, best, here, on_device, found, action, last, ())
 
-    def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
-        if len(self.components) > 1 or node is self.root_node:
+    def leaf(self, node: UnifiedTreeNode) -> int:
+        """Keeps the sets of evictable leaves for a node that is not the root. Returns its state, in the bits of
+        `core.backlog`."""
+        if len(self.components) > 1:
             super()._update_evictable_leaf_sets(node)
-            return
+            return self.state_of(node)
         full = node.component_data[FULL]
-        here = full.value is not None
-        free = not full.lock_ref
-        if here and free and not _any_on_device(node):
-            self.evictable_device_leaves.add(node)
-        else:
-            self.evictable_device_leaves.discard(node)
-        if here or not free or full.host_value is None or full.host_lock_ref > 0 or node.children:
+        state = 0 if full.host_value is None else HOST_HELD
+        if full.value is not None:
             self.evictable_host_leaves.discard(node)
-        else:
-            self.evictable_host_leaves.add(node)
+            if full.lock_ref > 0 or _any_on_device(node):
+                self.evictable_device_leaves.discard(node)
+                return state | DEVICE_HELD
+            self.evictable_device_leaves.add(node)
+            return state | DEVICE_HELD | DEVICE_FREE
+        self.evictable_device_leaves.discard(node)
+        if not state or full.lock_ref > 0 or full.host_lock_ref > 0 or node.children:
+            self.evictable_host_leaves.discard(node)
+            return state
+        self.evictable_host_leaves.add(node)
+        return HOST_HELD | HOST_FREE
+
+    def state_of(self, node: UnifiedTreeNode) -> int:
+        """Where the node is held, and of which tier it is an evictable leaf."""
+        full = node.component_data[FULL]
+        state = DEVICE_HELD if full.value is not None else 0
+        state |= HOST_HELD if full.host_value is not None else 0
+        state |= DEVICE_FREE if node in self.evictable_device_leaves else 0
+        return state | (HOST_FREE if node in self.evictable_host_leaves else 0)
 
 
 def _any_on_device(node: UnifiedTreeNode) -> bool:
-    return any(child.component_data[FULL].value is not None for child in node.children.values())
+    # any() with a generator would cost as much as all the rest of `leaf`.
+    for child in node.children.values():  # noqa: SIM110
+        if child.component_data[FULL].value is not None:
+            return True
+    return False
 
 
 def _whole(child: UnifiedTreeNode, ids: Any, at: int, end: int) -> int:

@@ -106,7 +106,7 @@ def test_prompts_that_agree_follow_the_same_blocks(one: list[int], other: list[i
     shadow = ShadowLru(1_000, 1, stride=4)
     a, b = chained(one), chained([*one[:cut], *other])
     common = set(a) & set(b)
-    assert set(shadow.followed(a)[0]) & common == set(shadow.followed(b)[0]) & common
+    assert set(shadow.followed(a).blocks) & common == set(shadow.followed(b).blocks) & common
 
 
 def runs(calls: int, seed: int) -> Iterator[list[int]]:

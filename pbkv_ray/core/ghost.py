@@ -36,33 +36,37 @@ _MAX_PATHS = 4_096  # per workflow; later ones are not told apart
 _NOTHING = (0.0, 0.0)
 _MAX_AGENTS = 64  # per workflow; later ones share the last column
 _WORD = (1 << 64) - 1
-_GOLDEN, _MIX_A, _MIX_B = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_STEP = 0x9E3779B97F4A7C15
+_PLACES = np.arange(1, (1 << 16) + 1, dtype=np.uint64) * np.uint64(_STEP)  # what each position adds
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int, known: Sequence[int] = ()) -> "array[int]":
     """Prefix-chained hashes of the full blocks of a prompt: equal at i means equal up to and with block i.
 
     known: the hashes of the first blocks, if they were made before: those of a prompt, for what it became.
-    Every token is mixed with its position (SplitMix64), and a block's hash is the sum so far, modulo 2**64: whole
-    arrays at a time, and the same in every process.
+    Every token is mixed with its position (SplitMix64), and a block's hash is the sum so far,
+    modulo 2**64: whole arrays at a time, and the same in every process.
     """
     out = array("q", known)
     start, end = len(out) * block_tokens, len(tokens) // block_tokens * block_tokens
-    if end <= start:
-        return out
-    new = tokens[start:end]
-    ids = np.frombuffer(new, np.int64) if isinstance(new, array) and new.typecode == "q" else np.array(new, np.int64)
-    mixed = np.arange(start + 1, end + 1, dtype=np.uint64)
-    mixed *= _GOLDEN
-    mixed += ids.view(np.uint64)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= _MIX_A
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= _MIX_B
-    mixed ^= mixed >> np.uint64(31)
-    if out:
-        mixed[:1] += np.uint64(out[-1] & _WORD)  # of an array: that a word overflows is meant
-    out.frombytes(mixed.cumsum()[block_tokens - 1 :: block_tokens].tobytes())
+    while start < end:
+        upto = min(end, start + len(_PLACES) // block_tokens * block_tokens)
+        new = tokens[start:upto]
+        ids = (
+            np.frombuffer(new, np.int64) if isinstance(new, array) and new.typecode == "q" else np.array(new, np.int64)
+        )
+        mixed = _PLACES[: upto - start] + np.uint64(start * _STEP & _WORD)
+        mixed += ids.view(np.uint64)
+        mixed ^= mixed >> np.uint64(30)
+        mixed *= _MIX_A
+        mixed ^= mixed >> np.uint64(27)
+        mixed *= _MIX_B
+        mixed ^= mixed >> np.uint64(31)
+        if out:
+            mixed[:1] += np.uint64(out[-1] & _WORD)  # of an array: that a word overflows is meant
+        out.frombytes(mixed.cumsum()[block_tokens - 1 :: block_tokens].tobytes())
+        start = upto
     return out
 
 

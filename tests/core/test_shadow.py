@@ -172,6 +172,15 @@ def chain(tokens: list[int], blocks: int) -> list[int]:
     return out[15::16]
 
 
+def test_a_prompt_of_any_length_is_hashed_as_one() -> None:
+    tokens = list(range(70_000))
+    whole = block_hashes(tokens, 16)
+    assert whole == block_hashes(tokens, 16, block_hashes(tokens[:40_000], 16))
+    assert [hash_ % (1 << 64) for hash_ in whole] == chain(tokens, 70_000 // 16)
+    assert len(set(whole)) == len(whole)
+    assert {hash_ % 8 for hash_ in whole} == set(range(8))  # what the shadow samples by
+
+
 def test_a_pool_without_a_single_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds no block"):
         ShadowLru(15, 16)

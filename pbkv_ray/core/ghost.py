@@ -5,8 +5,7 @@ what was evicted would never look reusable. A bounded ghost table keeps the hash
 (run, agent), and of the two that it left before; the next prompt shows how much of each it contains.
 
 Because hashes are chained, two prompts agree on a prefix and nowhere else: how much is used again is one binary
-search. Seven rates per workflow and agent, by depth class, lean on the workflow's, those on everybody's, those on
-a prior:
+search. Rates per workflow and agent (`core.reuse_counts`):
 
     stay    private node of the agent's latest prompt; the agent calls again with no other call in between
     back    the same, after calls of other agents
@@ -14,27 +13,24 @@ a prior:
     next    of the latest and the older prompt, in the very next call of the run, given the two agents before it
     stale   node that the agent has read, but in neither
     shared  node of its latest prompt that other runs have read too (system prompts)
-    cross   node that agent i of the run has read and agent j has not; j is called (context handed over)
+    cross   node of agent i's latest prompt, or that other runs have read too, which agent j has not read; j is called
+            (context handed over)
+    handed  the same of the latest prompt, in the very next call of the run, given the two agents before it
 """
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pbkv_ray.core.rates import BACK, DEPTHS, KINDS, OLDER, SHARED, STALE, STAY, Array, Rates
+from pbkv_ray.core.rates import BACK, DEPTHS, KINDS, OLDER, SHARED, STALE, STAY, Rates
+from pbkv_ray.core.reuse_counts import MAX_AGENTS, ReuseCounts
 
-_PRIOR = np.array([0.9, 0.8, 0.1, 0.1, 0.98])
-_CROSS_PRIOR = 0.02
-_TRUST = 4.0  # observations that the coarser estimate is worth
-_MEMORY = 256.0  # observations after which older ones fade
-_AFTER = ("latest", "older")
-_MAX_PATHS = 4_096  # per workflow; later ones are not told apart
-_NOTHING = (0.0, 0.0)
-_MAX_AGENTS = 64  # per workflow; later ones share the last column
 _WORD = (1 << 64) - 1
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STEP = 0x9E3779B97F4A7C15
@@ -82,34 +78,9 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-class _Counts:
-    """Observations of one workflow: weights and used shares, by kind, depth class and agent."""
-
-    __slots__ = ("after", "agents", "cross", "kind", "rates", "seen", "seen_at_rates")
-
-    def __init__(self) -> None:
-        self.agents: dict[str, int] = {}
-        self.kind = np.zeros((2, KINDS, len(DEPTHS), 4))  # [weight | used, kind, class, agent]
-        self.cross = np.zeros((2, 2, 4, 4))  # [weight | used, private | shared, from, to]
-        self.after: dict[tuple[str, ...], tuple[float, float]] = {}  # kind, agent, who called before it -> seen, used
-        self.rates: tuple[Array, Array] | None = None
-        self.seen = self.seen_at_rates = 0
-
-    def column(self, agent: str) -> int:
-        known = self.agents.get(agent)
-        if known is None:
-            known = min(len(self.agents), _MAX_AGENTS - 1)
-            if len(self.agents) < _MAX_AGENTS - 1:
-                self.agents[agent] = known
-            if known >= self.kind.shape[-1]:
-                more = self.kind.shape[-1]
-                self.kind = np.pad(self.kind, [(0, 0)] * 3 + [(0, more)])
-                self.cross = np.pad(self.cross, [(0, 0), (0, 0), (0, more), (0, more)])
-            self.rates = None
-        return known
-
-    def find(self, agent: str) -> int:
-        return self.agents.get(agent, _MAX_AGENTS - 1)
+def _used(start: int, end: int, kept: int) -> float:
+    """Of blocks [start, end), the share below `kept`."""
+    return min(max(kept - start, 0), end - start) / (end - start)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +119,9 @@ class LearnedReuse:
         self._max_workflows = max_workflows
         self._max_prompt_blocks = max_prompt_blocks
         self._runs: OrderedDict[str, dict[str, _Prompt]] = OrderedDict()
-        self._counts: OrderedDict[str, _Counts] = OrderedDict()
-        self._blank = _Counts()  # of workflows without observations
         self._total = np.zeros((2, KINDS, len(DEPTHS)))
+        self._counts: OrderedDict[str, ReuseCounts] = OrderedDict()
+        self._blank = ReuseCounts(self._total)  # of workflows without observations
         self._witness: OrderedDict[tuple[str, str], list[tuple[str, array[int]]]] = OrderedDict()
         self.blocks = 0
         self.forgotten_runs = 0
@@ -185,12 +156,16 @@ class LearnedReuse:
         for name, other in prompts.items():
             if name != agent:
                 known = common(other.blocks, last.blocks) if last is not None else 0
-                handed = common(prompt, other.blocks)
+                private, again = max(known, other.shared), common(prompt, other.blocks)
                 source = counts.column(name)
-                self._count_cross(counts, 0, source, to, max(known, other.shared), len(other.blocks), handed)
-                self._count_cross(counts, 1, source, to, known, other.shared, handed)
-        counts.seen += 1
-        self._blank.seen += 1
+                if private < len(other.blocks):
+                    used = _used(private, len(other.blocks), again)
+                    counts.count_cross(0, source, to, used)
+                    counts.count_after(("handed", name, agent), path, used)
+                if known < other.shared:
+                    counts.count_cross(1, source, to, _used(known, other.shared, again))
+        counts.seen()
+        self._blank.seen()
         shared = self._shared(workflow, run, agent, prompt)
         self._keep(prompts, agent, _Prompt(prompt, shared), last, kept)
         return Seen(shared * self.block_tokens, last is not None and kept < len(last.blocks))
@@ -202,82 +177,20 @@ class LearnedReuse:
 
     def rates(self, workflow: str, agents: Sequence[str], path: tuple[str, ...] = ()) -> Rates:
         """What is known of these agents now, one column each; `path`: the last two agents that called in the run."""
-        counts = self._counts.get(workflow, self._blank)
-        # Rates move little once much was seen: look again after 3 % more observations.
-        if counts.rates is None or counts.seen > counts.seen_at_rates + counts.seen_at_rates // 32:
-            counts.rates = self._estimate(counts)
-            counts.seen_at_rates = counts.seen
-        kind, cross = counts.rates
-        width = kind.shape[-1] - 1  # the last column is what unknown agents get
-        columns = np.array([min(counts.find(agent), width) for agent in agents], np.intp)
-        kind = kind[:, :, columns]
-        following = np.stack(
-            (np.where([(agent,) == path[-1:] for agent in agents], kind[STAY], kind[BACK]), kind[OLDER])
-        )
-        for known in (path[-1:], path[-2:])[: len(path)]:
-            of = [[counts.after.get((kind_, agent, *known), _NOTHING) for agent in agents] for kind_ in _AFTER]
-            seen = np.array(of)[:, None]  # [2, 1, B, (seen, used)]
-            following = (seen[..., 1] + _TRUST * following) / (seen[..., 0] + _TRUST)
-        return Rates(kind, following, cross[:, columns[:, None], columns[None, :]])
+        return self._counts.get(workflow, self._blank).rates(agents, path)
 
-    def _estimate(self, counts: _Counts) -> tuple[Array, Array]:
-        """[KINDS, C, A + 1], [2, A + 1, A + 1]; the last column and row are for agents not seen yet."""
-        total = self._total
-        prior = _PRIOR[:, None]
-        # Coarsest first: all depths of all workflows, one depth of them, the workflow's depth, the agent's depth.
-        rate = (total[1].sum(1, keepdims=True) + _TRUST * prior) / (total[0].sum(1, keepdims=True) + _TRUST)
-        rate = (total[1] + _TRUST * rate) / (total[0] + _TRUST)
-        mine = counts.kind.sum(-1)
-        rate = (mine[1] + _TRUST * rate) / (mine[0] + _TRUST)
-        padded = np.pad(counts.kind, [(0, 0)] * 3 + [(0, 1)])
-        whole = padded.sum(2, keepdims=True)  # the agent at any depth
-        agent = (whole[1] + _TRUST * rate[..., None]) / (whole[0] + _TRUST)
-        kind = (padded[1] + _TRUST * agent) / (padded[0] + _TRUST)
-        kind = np.minimum.accumulate(kind, axis=1)  # deeper is never more likely: child <= parent
-        kind = np.maximum(kind, kind[STALE])
-        kind[SHARED] = kind.max(0)
-
-        # No leaning on other pairs: credit for a first use that was never seen is harmful (data/statistics.md, 3b).
-        pairs = np.pad(counts.cross, [(0, 0), (0, 0), (0, 1), (0, 1)])
-        cross = (pairs[1] + _TRUST * _CROSS_PRIOR) / (pairs[0] + _TRUST)
-        cross[1] = np.maximum(cross[1], cross[0])
-        return kind, cross
-
-    def _count(self, counts: _Counts, kind: int, agent: int, start: int, end: int, kept: int) -> None:
+    def _count(self, counts: ReuseCounts, kind: int, agent: int, start: int, end: int, kept: int) -> None:
         """Blocks [start, end) were candidates, those below `kept` were used: one observation per depth class."""
-        if end <= start:
-            return
-        low = start
-        for depth, edge in enumerate([*self._edges, end]):
-            high = min(edge, end)
-            if high > low:
-                used = min(max(kept - low, 0), high - low) / (high - low)
-                for table in (counts.kind[:, kind, depth, agent], self._total[:, kind, depth]):
-                    if table[0] > _MEMORY:
-                        table *= 0.5
-                    table[0] += 1.0
-                    table[1] += used
-                low = high
+        if end > start:
+            edges = [start, *(edge for edge in self._edges if start < edge < end), end]
+            first = bisect_right(self._edges, start)
+            counts.count(kind, agent, [(first + i, _used(*span, kept)) for i, span in enumerate(pairwise(edges))])
 
     def _count_after(
-        self, counts: _Counts, what: tuple[str, str], path: tuple[str, ...], start: int, end: int, kept: int
+        self, counts: ReuseCounts, what: tuple[str, str], path: tuple[str, ...], start: int, end: int, kept: int
     ) -> None:
         if end > start:
-            used = min(max(kept - start, 0), end - start) / (end - start)
-            for key in {(*what, *path[-1:]), (*what, *path[-2:])}:
-                if key in counts.after or len(counts.after) < _MAX_PATHS:
-                    seen, sum_used = counts.after.get(key, _NOTHING)
-                    fade = 0.5 if seen > _MEMORY else 1.0
-                    counts.after[key] = (fade * seen + 1.0, fade * sum_used + used)
-
-    def _count_cross(self, counts: _Counts, shared: int, source: int, to: int, start: int, end: int, kept: int) -> None:
-        if end > start:
-            used = min(max(kept - start, 0), end - start) / (end - start)
-            table = counts.cross[:, shared, source, to]
-            if table[0] > _MEMORY:
-                table *= 0.5
-            table[0] += 1.0
-            table[1] += used
+            counts.count_after(what, path, _used(start, end, kept))
 
     def _shared(self, workflow: str, run: str, agent: str, prompt: "array[int]") -> int:
         """Compares with the latest prompts of this agent in two runs, of which one at least is another."""
@@ -300,7 +213,7 @@ class LearnedReuse:
             if new.stale is not None and new.older is not None:
                 new.stale_kept = max(common(new.blocks, new.stale), common(new.older, new.stale))
             self.blocks -= last.size
-        elif len(prompts) >= _MAX_AGENTS:
+        elif len(prompts) >= MAX_AGENTS:
             return
         prompts[agent] = new
         self.blocks += new.size
@@ -308,10 +221,10 @@ class LearnedReuse:
             self.end(next(iter(self._runs)))
             self.forgotten_runs += 1
 
-    def _of(self, workflow: str) -> _Counts:
+    def _of(self, workflow: str) -> ReuseCounts:
         counts = self._counts.get(workflow)
         if counts is None:
-            counts = self._counts[workflow] = _Counts()
+            counts = self._counts[workflow] = ReuseCounts(self._total)
             if len(self._counts) > self._max_workflows:
                 self._counts.popitem(last=False)
         self._counts.move_to_end(workflow)

@@ -17,6 +17,7 @@ from pbkv_ray.core.ownership import (
     EVERY_WORKFLOW,
     EVERYTHING,
     RETIRED,
+    Ended,
     Owner,
     OwnersCount,
     OwnerSet,
@@ -47,19 +48,13 @@ class Owners:
         self.options = options
         self.learned = learned if learned is not None else LearnedReuse()
         self.waits = waits if waits is not None else WaitingTimes()
-        self.worth = Worth(
-            score,
-            self.learned,
-            self.waits,
-            max_agents=options.max_agents,
-            max_age_s=options.max_age_s,
-            rescore_s=options.rescore_s,
-        )
+        self.worth = Worth(score, self.learned, self.waits, options)
         self.count = OwnersCount()
         self.now_s = 0.0
         self.retired_tokens = [0, 0]  # per tier
-        self.runs, self._by_serial = OrderedDict[str, Run](), dict[int, Run]()  # runs: longest silent first
-        self._ended: OrderedDict[str, float] = OrderedDict()
+        self.runs: OrderedDict[str, Run] = OrderedDict()  # longest silent first
+        self._by_serial: dict[int, Run] = {}
+        self._ended = Ended(options.ended_memory_s, options.max_ended)
         self._sets: dict[SetKey, OwnerSet] = {}  # by name, for interning
         self._all: dict[OwnerSet, None] = {}  # also those whose name another set has taken
         self._popular: dict[OwnerSet, None] = {}
@@ -104,13 +99,22 @@ class Owners:
     def called(self, run: Run, agent: str, blocks: Sequence[int] | None) -> None:
         """A call of `agent` begins now. `blocks`: prefix-chained ids of its prompt, if known."""
         if run.current is not None:
-            self.waits.observe(run.workflow, run.current, self.now_s - run.called_s)
+            answer_s = None if run.answered_s is None else run.answered_s - run.called_s
+            self.waits.observe(run.workflow, run.current, self.now_s - run.called_s, answer_s)
         if blocks is not None and self.score.learns:
             run.shared_tokens, leaves = self.learned.observe(run.workflow, run.run_id, agent, run.path, blocks)
             run.leaves |= {self.bit(run, agent)} if leaves else set()
         self.bit(run, agent)
-        run.path, run.called_s, run.waiting = (*run.path[-1:], agent), self.now_s, None
+        run.path, run.called_s = (*run.path[-1:], agent), self.now_s
+        run.waiting = run.answered_s = None
         self.worth.called(run)
+
+    def answered(self, run_id: str) -> None:
+        """The run's latest call has ended; no-op for a run that is not active, or has not called yet."""
+        run = self.runs.get(run_id)
+        if run is not None and run.current is not None:
+            run.answered_s = self.now_s
+            self.worth.answered(run)
 
     def forecast(self, run: Run, forecast: Forecast, version: int, at_s: float) -> None:
         """What the run is expected to call next; an older version than the last one is ignored and counted."""
@@ -135,9 +139,7 @@ class Owners:
             self.count.double_ends += 1
             return
         self.ending()
-        self._ended[run_id] = self.now_s
-        if len(self._ended) > self.options.max_ended:
-            self._ended.popitem(last=False)
+        self._ended.add(run_id, self.now_s)
         self.learned.end(run_id)
         run = self.runs.pop(run_id, None)
         if run is None:
@@ -155,11 +157,7 @@ class Owners:
     def tick(self, at_s: float) -> None:
         """The broadcast clock says `at_s`; it never runs backwards."""
         self.now_s = max(self.now_s, at_s)
-        while self._ended:
-            run_id, ended_s = next(iter(self._ended.items()))
-            if ended_s + self.options.ended_memory_s > self.now_s:
-                break
-            del self._ended[run_id]
+        self._ended.forget(self.now_s)
 
     def has_ended(self, run_id: str) -> bool:
         return run_id in self._ended

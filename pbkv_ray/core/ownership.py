@@ -5,6 +5,8 @@ or not, how deep. An **owner set** is what a node has: the uses of its active ru
 and whether foreign traffic has read it. `core.owners` keeps them, `core.worth` says what they are worth.
 """
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,7 @@ class Run:
     version: int = -1
     waiting: str | None = None  # the agent whose call is in the engine's queue
     waiting_s: float = 0.0  # since when
+    answered_s: float | None = None  # when the latest call ended
     uses: "dict[UseKey, Use]" = field(default_factory=dict)
     tips: dict[int, Any] = field(default_factory=dict)  # bit -> deepest node of the agent's latest prompt
     older_tips: dict[int, Any] = field(default_factory=dict)  # the same of the prompt that it left
@@ -116,6 +119,33 @@ class OwnersOptions:
             raise ConfigError(f"max_agents is {self.max_agents}; agents are bits of a word, 2 to 64")
         if min(self.max_runs, self.max_owners, self.max_ended) < 1:
             raise ConfigError("max_runs, max_owners and max_ended must be at least 1")
+
+
+class Ended:
+    """Runs that ended lately: what still comes of them is late. Bounded: the one that ended first goes first."""
+
+    def __init__(self, memory_s: float, most: int) -> None:
+        self._memory_s, self._most = memory_s, most
+        self._at_s: OrderedDict[str, float] = OrderedDict()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at_s)
+
+    def __contains__(self, run_id: object) -> bool:
+        return run_id in self._at_s
+
+    def __len__(self) -> int:
+        return len(self._at_s)
+
+    def add(self, run_id: str, now_s: float) -> None:
+        self._at_s[run_id] = now_s
+        if len(self._at_s) > self._most:
+            self._at_s.popitem(last=False)
+
+    def forget(self, now_s: float) -> None:
+        """Those that ended too long ago."""
+        while self._at_s and next(iter(self._at_s.values())) + self._memory_s <= now_s:
+            self._at_s.popitem(last=False)
 
 
 @dataclass(slots=True)

@@ -23,13 +23,16 @@ class Rates:
     """Learned reuse in the columns of one run's agents (B); C depth classes, falling along C.
 
     kind: [KINDS, C, B] by STAY, BACK, OLDER, STALE, SHARED; stale is the least, shared the greatest of all.
+    cross: [2, B, B] from the agent whose latest prompt holds the node (row) to the one that is called; [1] for shared
+        nodes, whoever has read them.
     next: [2, C, B] latest prompt, older prompt: in the run's very next call, given who called last.
-    cross: [2, B, B] from the agent that read the node (row) to the one that is called; [1] for shared nodes.
+    handed: [B, B] cross[0] in the run's very next call, given who called last.
     """
 
     kind: Array
-    next: Array
     cross: Array
+    next: Array
+    handed: Array
 
     def use(
         self,
@@ -40,15 +43,13 @@ class Rates:
         depth: npt.NDArray[np.int64],
     ) -> tuple[Array, Array, Array]:
         """Three [R, B]: P(used | that agent calls) after other calls, without any in between, as the next call."""
-        handed = np.where(
-            shared[:, None],
-            (ever[:, :, None] * self.cross[1]).max(axis=1),
-            (ever[:, :, None] * self.cross[0]).max(axis=1),
-        )
-        floor = np.maximum(handed, ever * self.kind[STALE][depth])
-        floor = np.maximum(floor, (fresh & shared[:, None]) * self.kind[SHARED][depth])
-        later = np.maximum(floor, older * self.kind[OLDER][depth])
-        soon = np.maximum(floor, older * self.next[1][depth])
+        public = shared[:, None]
+        floor = np.maximum(ever * self.kind[STALE][depth], fresh * public * self.kind[SHARED][depth])
+        floor = np.maximum(floor, public * _widest(ever, self.cross[1]))
+        later = np.maximum(floor, _widest(fresh, self.cross[0]))
+        later = np.maximum(later, older * self.kind[OLDER][depth])
+        soon = np.maximum(floor, _widest(fresh, self.handed))
+        soon = np.maximum(soon, older * self.next[1][depth])
         return (
             np.maximum(later, fresh * self.kind[BACK][depth]),
             np.maximum(later, fresh * self.kind[STAY][depth]),
@@ -56,7 +57,13 @@ class Rates:
         )
 
 
+def _widest(readers: npt.NDArray[np.bool_], cross: Array) -> Array:
+    """[R, B]: of the agents that are `readers` [R, B], the greatest rate [B, B] towards each agent."""
+    return np.asarray((readers[:, :, None] * cross).max(axis=1))
+
+
 def certain(agents: int) -> Rates:
     """What an agent has read it uses again, and nothing else: the paper's assumption."""
     kind = np.ones((KINDS, len(DEPTHS), agents))
-    return Rates(kind, kind[:2], np.zeros((2, agents, agents)))
+    none = np.zeros((2, agents, agents))
+    return Rates(kind, none, kind[:2], none[0])

@@ -15,6 +15,7 @@ Theory of operation
 Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -184,6 +185,11 @@ class ReuseIndex(Generic[N]):
             self._backlog.settle()
         self.owners.called(active, agent, blocks)
 
+    def answered(self, run: str, at_s: float) -> None:
+        """The run's latest call ended at `at_s` on the broadcast clock."""
+        self.tick(at_s)
+        self.owners.answered(run)
+
     def use(self, node: N, run: str | None, agent: str = "", *, workflow: str = "") -> None:
         """The prompt (or output) of a call ends in `node`: it and all its ancestors are the run's now.
 
@@ -260,8 +266,7 @@ class ReuseIndex(Generic[N]):
         """Where the node stands in the order, and why; None if it is unknown."""
         if (known := self._nodes.get(node)) is None:
             return None
-        self._backlog.settle()
-        self._order.refresh()
+        self._settled()
         owned = known.owned
         owners = tuple(
             (use.run.run_id, tuple(name for name, bit in use.run.agents.items() if ever >> bit & 1))
@@ -273,8 +278,7 @@ class ReuseIndex(Generic[N]):
     def reason(self, node: N) -> Reason:
         """Why the node would go, for the report of its eviction."""
         self._backlog.settle()
-        known = self._nodes.get(node)
-        return "recency" if known is None else self._reason(known.owned)
+        return "recency" if (known := self._nodes.get(node)) is None else self._reason(known.owned)
 
     # What a tier holds
 
@@ -284,23 +288,20 @@ class ReuseIndex(Generic[N]):
         return self.owners.retired_tokens[tier]
 
     def residency(self) -> dict[str, tuple[int, int]]:
-        """Run -> (device tokens, host tokens) of the nodes that it owns, shared ones included."""
+        """Run -> (device, host tokens) of the nodes that it owns, shared ones included."""
         self._backlog.settle()
         return self.owners.residency()
 
     def next_call(self, node: N) -> float:
         """Paper Eq. 1, Value(node): how often the next calls of its active owners are expected to use it."""
-        known = self._nodes.get(node)
-        if known is None:
+        if (known := self._nodes.get(node)) is None:
             return 0.0
-        self._backlog.settle()
-        self._order.refresh()
+        self._settled()
         return self.owners.worth.next_call(known.owned, self.owners.now_s)
 
     def host_only(self) -> Iterator[tuple[float, N]]:
         """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
-        self._backlog.settle()
-        self._order.refresh()
+        self._settled()
         worth, now_s = self.owners.worth, self.owners.now_s
         waiting = [(worth.next_call(s, now_s), s.serial, s) for s in self.owners.sets() if s.host_only]
         for value, _, owned in sorted(waiting, key=lambda entry: (-entry[0], entry[1])):
@@ -312,10 +313,13 @@ class ReuseIndex(Generic[N]):
     def load_path(self, node: N) -> list[tuple[N, int]]:
         """See `Node.load_path`; empty for an unknown node."""
         self._backlog.settle()
-        known = self._nodes.get(node)
-        return [] if known is None else known.load_path()
+        return [] if (known := self._nodes.get(node)) is None else known.load_path()
 
     # Bookkeeping
+
+    def _settled(self) -> None:
+        self._backlog.settle()
+        self._order.refresh()
 
     def _now_used(self) -> float:
         self._uses += 1.0
@@ -337,12 +341,10 @@ class ReuseIndex(Generic[N]):
         self._backlog.settle()
         self.owners.check_invariants()
         self._order.check_invariants(self._nodes.values())
-        children: dict[Node[N], int] = {}
+        children = Counter(node.parent for node in self._nodes.values())
         for node in self._nodes.values():
             assert not node.gone
+            assert node.children == children[node], f"children of {node.id!r}"
             if node.parent is not None:
                 assert self._nodes.get(node.parent.id) is node.parent, f"parent of {node.id!r} is not in the tree"
                 assert node.depth == node.parent.depth + node.parent.tokens, f"depth of {node.id!r}"
-                children[node.parent] = children.get(node.parent, 0) + 1
-        for node in self._nodes.values():
-            assert node.children == children.get(node, 0), f"children of {node.id!r}"

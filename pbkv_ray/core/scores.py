@@ -64,15 +64,18 @@ class Clock:
     """What the discounts of n runs depend on besides `now_s`. Seconds on the broadcast clock.
 
     called_s: [n] when the run's latest call began.
-    curve:    [n, C] for the wait that is running now: expected 1 / remaining at the elapsed times
-              `waits.ELAPSED_S`, in 1/s.
-    mean_s:   [n] the mean of that wait, in seconds.
+    since_s:  [n] since when the part of its wait lasts that is running now: the answer, or what comes after it.
+    curve:    [n, C] of that part: expected 1 / remaining at the elapsed times `waits.ELAPSED_S`, in 1/s.
+    after_s:  [n] what comes after that part; 0 when it is the last one.
+    mean_s:   [n] the mean of the whole wait, in seconds.
     start_s:  [n, K] when call k + 1 is expected to start, not falling with k.
     waiting_s: [n] since when a call of the run is queued in the engine; call 1 is that one. Infinite: none is.
     """
 
     called_s: Array
+    since_s: Array
     curve: Array
+    after_s: Array
     mean_s: Array
     start_s: Array
     waiting_s: Array | None = None
@@ -188,11 +191,11 @@ class TimeScore:
     def discounts(self, now_s: float, clock: Clock) -> Array:
         if self._punctual:
             return np.asarray(1.0 / np.maximum(clock.start_s - now_s, _SOONEST_S))
-        elapsed = np.maximum(0.0, now_s - clock.called_s)
+        elapsed = np.maximum(0.0, now_s - clock.since_s)
         # The forecast may know this wait better than the agent's usual one: same shape, other length.
         usual = clock.mean_s / np.maximum(clock.start_s[:, 0] - clock.called_s, _SOONEST_S)
         usual = np.clip(usual, 0.1, 10.0)
-        inverse = at_elapsed(clock.curve, elapsed * usual) * usual
+        inverse = usual / (1.0 / np.maximum(at_elapsed(clock.curve, elapsed * usual), 1e-12) + clock.after_s)
         if clock.waiting_s is not None:
             # A queued call is served first come, first served: the longer it waits, the sooner it reads.
             queued = now_s - clock.waiting_s

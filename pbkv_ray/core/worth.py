@@ -6,17 +6,15 @@ that hints cost next to nothing while there is no memory pressure. Sums are made
 the order of events: every rank that saw the same events gets the same floats.
 """
 
-import heapq
-from typing import TypeVar
-
 import numpy as np
 import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
 from pbkv_ray.core.ghost import LearnedReuse
-from pbkv_ray.core.ownership import EVERY_WORKFLOW, EVERYTHING, OwnerSet, Run, Use, UseKey
+from pbkv_ray.core.ownership import EVERY_WORKFLOW, EVERYTHING, OwnerSet, OwnersOptions, Run, Use, UseKey
 from pbkv_ray.core.rates import certain
 from pbkv_ray.core.scores import Clock, Outlook, Score, Uses
+from pbkv_ray.core.tables import Rows, room
 from pbkv_ray.core.waits import ELAPSED_S, WaitingTimes
 
 _PRESSURE_S = 1.0  # a victim was asked for so lately: another will be
@@ -27,22 +25,15 @@ class Worth:
     """Scores of the sets that have owners. `first[tier][slot]` is kept by core.order: the recency of the set's oldest
     evictable node, infinite if there is none. Row 0 of every table stands for nobody."""
 
-    def __init__(
-        self,
-        score: Score,
-        learned: LearnedReuse,
-        waits: WaitingTimes,
-        *,
-        max_agents: int,
-        max_age_s: float,
-        rescore_s: float,
-    ) -> None:
+    def __init__(self, score: Score, learned: LearnedReuse, waits: WaitingTimes, options: OwnersOptions) -> None:
         self.score = score
         self.learned = learned
         self.waits = waits
-        self._max_agents, self._max_age_s, self._rescore_s = max_agents, max_age_s, rescore_s
-        self._runs, self._uses, self._sets = _Rows(), _Rows(), _Rows()
+        self._max_agents, self._max_age_s, self._rescore_s = options.max_agents, options.max_age_s, options.rescore_s
+        self._runs, self._uses, self._sets = Rows(), Rows(), Rows()
         self._called_s: Array = np.zeros(16)
+        self._since_s: Array = np.zeros(16)
+        self._after_s: Array = np.zeros(16)
         self._made_s: Array = np.full(16, -np.inf)
         self._mean_s: Array = np.ones(16)
         self._curve: Array = np.ones((16, len(ELAPSED_S)))
@@ -67,8 +58,8 @@ class Worth:
 
     def open(self, run: Run) -> None:
         slot = run.slot = self._runs.take()
-        for name in ("_called_s", "_made_s", "_mean_s", "_curve", "_start_s", "_waiting_s"):
-            setattr(self, name, _room(getattr(self, name), slot))
+        for name in ("_called_s", "_since_s", "_after_s", "_made_s", "_mean_s", "_curve", "_start_s", "_waiting_s"):
+            setattr(self, name, room(getattr(self, name), slot))
         self._made_s[slot], self._start_s[slot], self._waiting_s[slot] = -np.inf, 0.0, np.inf
         use = self.use(run, EVERYTHING)
         self._everything[EVERY_WORKFLOW][run] = use
@@ -100,11 +91,24 @@ class Worth:
 
     def called(self, run: Run) -> None:
         """The run's latest call, or the run itself, began at `run.called_s`: its wait starts anew."""
-        self._called_s[run.slot] = run.called_s
-        curve, mean_s = self.waits.curve(run.workflow, run.current or "")
-        self._curve[run.slot], self._mean_s[run.slot] = curve, mean_s
+        waits, flow, agent = self.waits, run.workflow, run.current or ""
+        curve, mean_s = waits.curve(flow, agent)
+        idle_s = 0.0
+        if waits.answers:
+            idle_s = 1.0 / float(waits.curve(flow, agent, "idle")[0][0])
+            curve, _ = waits.curve(flow, agent, "answer")
+        slot = run.slot
+        self._called_s[slot], self._mean_s[slot] = run.called_s, mean_s
+        self._since_s[slot], self._curve[slot], self._after_s[slot] = run.called_s, curve, idle_s
         if run.forecast is not None:
             self.look(run)
+
+    def answered(self, run: Run) -> None:
+        """The run's latest call ended at `run.answered_s`: what is left is its tool's time."""
+        if run.answered_s is not None:
+            curve, _ = self.waits.curve(run.workflow, run.current or "", "idle")
+            self._since_s[run.slot], self._curve[run.slot], self._after_s[run.slot] = run.answered_s, curve, 0.0
+            self._stale = True
 
     def look(self, run: Run) -> None:
         """The run's forecast or its current agent has changed."""
@@ -121,7 +125,7 @@ class Worth:
         known = run.uses.get(key)
         if known is None:
             slot = self._uses.take()
-            self._weights, self._use_run = _room(self._weights, slot), _room(self._use_run, slot)
+            self._weights, self._use_run = room(self._weights, slot), room(self._use_run, slot)
             self._weights[slot], self._use_run[slot] = 0.0, run.slot
             known = run.uses[key] = Use(run, key, slot)
             run.unweighed.append(known)
@@ -138,8 +142,8 @@ class Worth:
     def enlist(self, owned: OwnerSet) -> None:
         """The set has owners (or is popular): it gets a score."""
         slot = owned.slot = self._sets.take()
-        self._scores = _room(self._scores, slot)
-        self.first = [_room(first, slot) for first in self.first]
+        self._scores = room(self._scores, slot)
+        self.first = [room(first, slot) for first in self.first]
         for first in self.first:
             first[slot] = np.inf
         self._by_slot[slot] = owned
@@ -220,7 +224,15 @@ class Worth:
     def _shares(self, now_s: float) -> Array:
         """[uses]: what each is worth now; zero once its forecast has aged out."""
         n, m = self._runs.high, self._uses.high
-        tables = (self._called_s, self._curve, self._mean_s, self._start_s, self._waiting_s)
+        tables = (
+            self._called_s,
+            self._since_s,
+            self._curve,
+            self._after_s,
+            self._mean_s,
+            self._start_s,
+            self._waiting_s,
+        )
         clock = Clock(*(table[:n] for table in tables))
         void_s = self._made_s[:n] + self._max_age_s
         live = void_s > now_s
@@ -284,7 +296,7 @@ class Worth:
 
     def _write_pairs(self, owned: OwnerSet) -> None:
         start, end = self._pairs, self._pairs + len(owned.uses)
-        self._pair_set, self._pair_use = _room(self._pair_set, end), _room(self._pair_use, end)
+        self._pair_set, self._pair_use = room(self._pair_set, end), room(self._pair_use, end)
         self._pair_set[start:end] = owned.slot
         self._pair_use[start:end] = [use.slot for use in owned.uses]
         owned.span, self._pairs, self._pairs_live = (start, end), end, self._pairs_live + end - start
@@ -311,36 +323,3 @@ class Worth:
         named = sorted(run.serial for flow, of in self._everything.items() if flow != EVERY_WORKFLOW for run in of)
         assert named == sorted(run.serial for run in runs)
         assert list(self._everything[EVERY_WORKFLOW]) == sorted(runs, key=lambda run: run.serial)
-
-
-class _Rows:
-    """Row numbers of a growing table. Row 0 is never given out; the lowest free one is given first."""
-
-    def __init__(self) -> None:
-        self.high = 1
-        self._free: list[int] = []
-
-    @property
-    def taken(self) -> int:
-        return self.high - 1 - len(self._free)
-
-    def take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self.high += 1
-        return self.high - 1
-
-    def give(self, row: int) -> None:
-        heapq.heappush(self._free, row)
-
-
-_T = TypeVar("_T", bound=np.generic)
-
-
-def _room(table: npt.NDArray[_T], row: int) -> npt.NDArray[_T]:
-    """The table with at least `row + 1` rows: doubled, zeros behind."""
-    if row < len(table):
-        return table
-    bigger = np.zeros((max(row + 1, 2 * len(table)), *table.shape[1:]), table.dtype)
-    bigger[: len(table)] = table
-    return bigger

@@ -118,6 +118,13 @@ class OwnedRadixCache(UnifiedRadixCache):
             if self.oversight is not None:
                 self.oversight.stored(req, up_to)
 
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        owner = owner_of(req) if req.finished() else None  # else it was retracted, and will go on
+        if owner is not None:
+            core = self.tree_core
+            core.tell(core.index.answered, owner.run, core.index.owners.now_s)
+
     def _own(self, owner: Any, node: Any) -> None:
         core = self.tree_core
         if node is None or node is core.root_node:

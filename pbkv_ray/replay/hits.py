@@ -1,5 +1,6 @@
 """Hit rates at a fixed order of calls: one call at a time, no timing beyond the order's own clock."""
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,9 +48,17 @@ class Hits:
 
 
 def replay_order(workload: Workload, order: Sequence[OrderedCall], keys: Keys, driver: Driver, capacity: int) -> Hits:
-    """Serve the calls in order from `driver`. `capacity`: device units; a call that exceeds it is refused."""
+    """Serve the calls in order from `driver`. `capacity`: device units; a call that exceeds it is refused.
+
+    A call is served at once, but the driver hears of its end when it would have ended.
+    """
     hits, unit = Hits(), keys.unit_tokens
+    answers: list[tuple[float, int]] = []  # when they end, number in the order
     for number, item in enumerate(order):
+        while answers and answers[0][0] <= item.at_s:
+            ends_s, ended = heapq.heappop(answers)
+            of = workload.runs[order[ended].run]
+            driver.call_finished(of.run_id, of.workflow, of.agents[: order[ended].call + 1], ends_s)
         run = workload.runs[item.run]
         call = run.calls[item.call]
         history = run.agents[: item.call + 1]
@@ -69,9 +78,10 @@ def replay_order(workload: Workload, order: Sequence[OrderedCall], keys: Keys, d
         else:
             hits.refused_calls += 1
         hits.add(call.agent, len(prompt) * unit if keys.known_only else call.prompt_tokens, device, host)
-        driver.call_finished(run.run_id, run.workflow, history, item.at_s)
         if item.last:
             driver.run_ended(run.run_id, run.workflow, history, item.at_s)
+        else:
+            heapq.heappush(answers, (item.ends_s, number))
     hits.evicted = driver.tree.evicted_units * unit
     if (oversight := getattr(driver.tree.cache, "oversight", None)) is not None:
         hits.overseen = oversight.report()

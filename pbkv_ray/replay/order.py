@@ -23,6 +23,7 @@ class OrderedCall:
     run: int
     call: int
     last: bool
+    ends_s: float
 
 
 def fixed_order(workload: Workload, concurrency: int, seed: int = 1, timing: Timing | None = None) -> list[OrderedCall]:
@@ -37,12 +38,13 @@ def fixed_order(workload: Workload, concurrency: int, seed: int = 1, timing: Tim
         at_s, run, i = heapq.heappop(queue)
         calls = workload.runs[run].calls
         last = i == len(calls) - 1
-        order.append(OrderedCall(at_s, run, i, last))
-        after = at_s + calls[i].output_tokens / timing.decode_tokens_s + rng.uniform(*timing.wait_s)
+        ends_s = at_s + calls[i].output_tokens / timing.decode_tokens_s
+        order.append(OrderedCall(at_s, run, i, last, ends_s))
+        after = ends_s + rng.uniform(*timing.wait_s)
         if not last:
             known = calls[i + 1].wait_s
             if known is not None:
-                after = at_s + calls[i].output_tokens / timing.decode_tokens_s + known
+                after = ends_s + known
             heapq.heappush(queue, (after, run, i + 1))
         elif waiting:
             heapq.heappush(queue, (after, waiting.pop(), 0))

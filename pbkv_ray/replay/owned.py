@@ -124,14 +124,15 @@ class OwnedDriver:
         """Watch other runs first, in the order of their calls: agents, waits and prompts; nothing is cached."""
         if self._memo is not None and self._memo.learned is not None:
             return  # taken over when this driver was made
-        called: dict[int, float] = {}
+        called: dict[int, tuple[float, float]] = {}  # when the run's latest call began, and how long it took
         for item in order:
             run = workload.runs[item.run]
             history = run.agents[: item.call + 1]
             if item.run in called:
-                self._observe_wait(run.workflow, history, item.at_s - called[item.run])
-                self.waits.observe(run.workflow, history[-2], item.at_s - called[item.run])
-            called[item.run] = item.at_s
+                began_s, answer_s = called[item.run]
+                self._observe_wait(run.workflow, history, item.at_s - began_s)
+                self.waits.observe(run.workflow, history[-2], item.at_s - began_s, answer_s)
+            called[item.run] = item.at_s, item.ends_s - item.at_s
             self.predictor.observe(run.workflow, history[:-1], history[-1])
             blocks = block_hashes(keys.prompt(item.run, item.call).tolist(), self.learned.block_tokens)
             self.learned.observe(run.workflow, run.run_id, history[-1], history[:-1], blocks)
@@ -173,7 +174,7 @@ class OwnedDriver:
         return with_noise(forecast, self._noise) if forecast is not None and self._noise else forecast
 
     def call_finished(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        self.index.tick(at_s)
+        self.index.answered(run_id, at_s)
 
     def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
         if self._memo is None or self._fills:

@@ -134,6 +134,27 @@ def test_a_context_handed_over_is_learned_per_pair() -> None:
     assert cross[1, 0] == pytest.approx(0.02)  # never seen: only what was learned may give credit
 
 
+def test_who_called_before_tells_whose_prompt_is_handed_over() -> None:
+    """The coder's prompt contains the reviewer's latest one if the reviewer has called twice, else it does not."""
+    prompts = Prompts()
+    for run in range(30):
+        for turn in "xyz":
+            prompts.call(f"r{run}", "reviewer", f"Q{turn}{run:02}")
+            prompts.call(f"r{run}", "coder", f"C{turn}{run:02}")
+            prompts.call(f"r{run}", "reviewer", f"{turn}{run:02}")
+            prompts.call(f"r{run}", "reviewer", f"R{turn}{run:02}")
+            prompts.call(f"r{run}", "coder", f"R{turn}{run:02}ab")
+    agents = ["reviewer", "coder"]
+    twice, once = (
+        prompts.learned.rates("flow", agents, path).handed[0, 1]
+        for path in (("reviewer", "reviewer"), ("coder", "reviewer"))
+    )
+    assert twice > 0.9
+    assert once < 0.1
+    strangers = prompts.learned.rates("flow", agents, ("who", "ever"))
+    assert strangers.handed.tolist() == strangers.cross[0].tolist()
+
+
 def test_nothing_depends_on_what_was_evicted() -> None:
     """The ghost table is all it reads: there is no cache here to hit."""
     assert "cache" not in vars(LearnedReuse(16))

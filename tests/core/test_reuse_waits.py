@@ -47,6 +47,18 @@ def test_one_wait_in_twenty_that_lasts_an_hour_does_not_hide_the_others() -> Non
     assert later > 5 * at_once
 
 
+def test_a_long_answer_says_nothing_of_the_tool_that_follows() -> None:
+    waits = WaitingTimes()
+    for i in range(200):
+        answer_s = 90.0 if i % 2 else 1.0
+        waits.observe("flow", "coder", answer_s + 5.0, answer_s)
+    idle, idle_s = waits.curve("flow", "coder", "idle")
+    _, answer_s = waits.curve("flow", "coder", "answer")
+    _, whole_s = waits.curve("flow", "coder")
+    assert (1 / at_elapsed(idle[None], np.array([0.0]))).tolist() == [pytest.approx(5.0, rel=0.35)]
+    assert (idle_s, answer_s, whole_s) == tuple(pytest.approx(s, rel=0.1) for s in (5.0, 45.5, 50.5))
+
+
 def test_an_agent_seen_seldom_leans_on_its_workflow() -> None:
     waits = WaitingTimes()
     for _ in range(100):

@@ -48,7 +48,8 @@ def clock(elapsed_s: float, mean_s: float = 10.0, horizon: int = 10, calls: int 
         waits.observe("flow", "plan", float(seconds))
     curve, mean = waits.curve("flow", "plan")
     start = mean * np.arange(1, horizon + 1)
-    return Clock(np.array([0.0]), curve[None], np.array([mean]), start[None])
+    zero = np.zeros(1)
+    return Clock(zero, zero, curve[None], zero, np.array([mean]), start[None])
 
 
 def score(policy: Score, run: Outlook, nodes: Uses, elapsed_s: float = 0.0) -> list[float]:
@@ -124,13 +125,13 @@ def test_a_run_rises_until_it_is_due_and_falls_when_it_is_overdue() -> None:
 
 def test_a_forecast_that_knows_the_wait_shifts_the_usual_one() -> None:
     usual = clock(0.0)
-    late = Clock(usual.called_s, usual.curve, usual.mean_s, usual.start_s * 3)
+    late = replace(usual, start_s=usual.start_s * 3)
     policy = TimeScore()
     assert policy.discounts(0.0, late)[0, 0] == pytest.approx(policy.discounts(0.0, usual)[0, 0] / 3, rel=1e-6)
 
 
 def test_a_punctual_forecast_is_taken_at_its_word() -> None:
-    known = Clock(np.zeros(1), np.ones((1, 102)), np.ones(1), np.array([[4.0, 9.0]]))
+    known = replace(clock(0.0), start_s=np.array([[4.0, 9.0]]))
     assert TimeScore(horizon=2, punctual=True).discounts(2.0, known).tolist() == [[0.5, 1 / 7]]
 
 
@@ -164,9 +165,13 @@ def test_a_context_that_the_agent_comes_back_to_is_worth_its_return() -> None:
 
 def test_handing_over_credits_the_next_agent() -> None:
     rates = certain(3)
-    rates.cross[0, PLAN, CODE] = 0.9  # what the planner read, the coder's prompt contains
-    run = outlook([[0, 1, 0, 0]], PLAN, rates)
-    assert TimeScore().weights(run, uses((PLAN,), (TEST,)))[:, 0].tolist() == [0.9, 0.0]
+    rates.cross[0, PLAN, CODE] = 0.9  # what the planner's prompt holds, the coder's contains
+    rates = replace(rates, handed=0.5 * rates.cross[0])  # less often when it is the very next call
+    run = outlook([[0, 1, 0, 0], [0, 1, 0, 0]], PLAN, rates)
+    nodes = uses((PLAN,), (TEST,))
+    assert TimeScore().weights(run, nodes)[:, :2].tolist() == [[0.45, pytest.approx(0.55 * 0.9)], [0.0, 0.0]]
+    left = replace(nodes, fresh=np.zeros_like(nodes.fresh))
+    assert TimeScore().weights(run, left)[:, :2].tolist() == [[0.0, 0.0], [0.0, 0.0]]  # in no latest prompt: not handed
 
 
 def test_kvflow_takes_the_earliest_step_of_fixed_prompts_only() -> None:
@@ -220,7 +225,8 @@ def learned(draw: st.DrawFn) -> Rates:
     following = kind[[draw(st.sampled_from([STAY, BACK])), OLDER]]
     cross = np.array(draw(st.lists(st.floats(0, 1), min_size=18, max_size=18))).reshape(2, 3, 3)
     cross[1] = cross.max(0)
-    return Rates(kind, following, cross)
+    handed = np.array(draw(st.lists(st.floats(0, 1), min_size=9, max_size=9))).reshape(3, 3)
+    return Rates(kind, cross, following, handed)
 
 
 @st.composite

@@ -208,6 +208,20 @@ def test_a_request_that_finishes_after_its_run_does_not_bring_the_run_back() -> 
     assert bare.index.owners.count.late_calls > 0
 
 
+def test_the_end_of_a_call_is_heard_and_a_retraction_is_none() -> None:
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    bare = BareCache("pbkv+", 1_000)
+    retracted = bare.begin(caller("run", "coder"), [*SYSTEM, *range(100, 150)])
+    bare.index.tick(3.0)
+    release_kv_cache(retracted, bare.cache, checkpoint=True)  # as SGLang does when memory is short; it will go on
+    assert bare.index.owners.runs["run"].answered_s is None
+    request = bare.begin(caller("run", "coder"), [*SYSTEM, *range(100, 150)])
+    bare.index.tick(4.0)
+    bare.finish(request, [7, 7])
+    assert bare.index.owners.runs["run"].answered_s == 4.0
+
+
 def test_a_policy_that_raises_evicts_like_lru_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = BareCache("lru", 1_200, host_ratio=2.0), BareCache("pbkv+", 1_200, partial_tokens=0, host_ratio=2.0)
     expected, found = victims(stock), victims(ours)

@@ -7,6 +7,8 @@ pool and on what the engine is short of: where tools and decode dominate, thrash
 So the rule watches one quantity, the share of the engine's time that goes into computing again what it had evicted.
 Below `low` the limit grows by one, once the runs in flight have made `patience` of their usual calls: a run that was
 let in shows what it costs only when it has grown. Above `high` it shrinks by one each time every run has called once.
+How much could go wrong is known beforehand: the share of time that prefill would take if no prompt found anything.
+The nearer that is to `high`, the sooner the limit grows: where prompts are cheap, waiting costs more than thrash could.
 It starts at the number of runs whose mean live set, half of what a run holds when it ends, fits the pool. Only new
 runs are held back, never the calls of running ones.
 """
@@ -44,6 +46,8 @@ class Admission:
         self._footprint = 0.0  # mean over ended runs, tokens
         self._ended = 0.0
         self._calls_per_run = 0.0
+        self._prompt_tokens = 0.0  # of a call, mean over ended runs
+        self._count = self._token_s = 0.0  # decaying sums over calls
         self._quiet = self._calls = 0  # calls since the limit grew, and since it moved at all
         self._again_s = self._span_s = 0.0  # decaying sums
         self._since_s: float | None = None
@@ -59,14 +63,23 @@ class Admission:
         """The share of recent time spent on computing again what had been there."""
         return self._again_s / self._span_s if self._span_s > 0 else 0.0
 
-    def called(self, again_s: float, now_s: float, in_flight: int) -> None:
-        """A call was served: `again_s` seconds of its prefill were for tokens that the cache had held before."""
+    @property
+    def worst(self) -> float:
+        """The share of recent time that thrash could take at most: if every prompt were computed from its start."""
+        if self._span_s <= 0 or self._prompt_tokens <= 0:
+            return 1.0
+        return min(1.0, self._token_s * self._prompt_tokens / self._span_s)
+
+    def called(self, again_s: float, token_s: float, now_s: float, in_flight: int) -> None:
+        """A call was served: `again_s` seconds of its prefill were for tokens that the cache had held before; computing
+        one token of such a prompt takes `token_s`."""
         if self._since_s is None:
             self._since_s = now_s
         keep = 1.0 - 0.5 / max(1, in_flight)  # remembers about two calls of every run
         self._again_s = keep * self._again_s + again_s
         self._span_s = keep * self._span_s + max(0.0, now_s - self._since_s)
         self._since_s = max(now_s, self._since_s)
+        self._token_s = keep * self._token_s + token_s
         self._calls += 1
         self._quiet += 1
         if self.thrash > self.options.high:
@@ -76,15 +89,22 @@ class Admission:
                 self._limit = max(1.0, min(self._limit, in_flight) - 1.0)
                 self._calls, self._adapted = 0, True
         elif self.thrash < self.options.low and in_flight >= self.limit:
-            usual = self.options.patience * self._calls_per_run
-            if self._quiet >= in_flight * max(1.0, usual) and self._quiet >= 4:
+            usual, doubt = self.options.patience * self._calls_per_run, self._doubt
+            if self._quiet >= max(doubt * in_flight * max(1.0, usual), min(4.0, 16.0 * doubt)):
                 self._limit = min(float(self.options.most), self._limit + 1.0)
                 self._calls, self._quiet, self._adapted = 0, 0, True
 
-    def ended(self, footprint_tokens: int, calls: int) -> None:
-        """A run has ended that held so many unique tokens and made so many calls. Also for runs seen before."""
+    @property
+    def _doubt(self) -> float:
+        """From 0, where even the worst thrash would be bearable, to 1."""
+        return max(0.0, self.worst - self.options.high) / (1.0 - self.options.high)
+
+    def ended(self, footprint_tokens: int, calls: int, prompt_tokens: int) -> None:
+        """A run has ended that held so many unique tokens and made so many calls, of so many tokens in all. Also for
+        runs seen before."""
         self._ended = min(self._ended + 1.0, self.options.memory)
         self._footprint += (footprint_tokens - self._footprint) / self._ended
         self._calls_per_run += (calls - self._calls_per_run) / self._ended
+        self._prompt_tokens += (prompt_tokens / calls - self._prompt_tokens) / self._ended
         if not self._adapted and self._footprint > 0:
             self._limit = max(1.0, min(self.options.most, 2.0 * self._pool / self._footprint))

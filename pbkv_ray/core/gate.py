@@ -21,6 +21,7 @@ _LEAST_COMPUTED = 64  # tokens; below it a call says nothing of that speed
 @dataclass(slots=True)
 class _Live:
     calls: int = 0
+    prompt_tokens: int = 0  # of all its calls
     agents: dict[str, int] = field(default_factory=dict)  # -> tokens of the latest prompt and output
 
     @property
@@ -48,6 +49,7 @@ class Gate:
         live = self._live.setdefault(event.run_id, _Live())
         again = _again(event, live.agents.get(event.agent, 0))
         live.calls += 1
+        live.prompt_tokens += event.prompt_tokens
         if event.agent in live.agents or len(live.agents) < self._max_agents:
             live.agents[event.agent] = event.prompt_tokens + event.output_tokens
         computed = event.prompt_tokens - event.device_cached_tokens - event.host_cached_tokens
@@ -55,8 +57,8 @@ class Gate:
             self._speeds.append(computed / event.first_token_s)
         if self._speeds:
             # Calls that waited in a queue make prefill look slow: the faster ones say how fast it is.
-            speed = float(np.quantile(self._speeds, 0.75))
-            self.rule.called(again / speed / self._engines, event.at_s, len(self._live))
+            token_s = 1.0 / float(np.quantile(self._speeds, 0.75)) / self._engines
+            self.rule.called(again * token_s, token_s, event.at_s, len(self._live))
 
     def ended(self, run_id: str) -> None:
         """The run has ended, or this runner has lost it."""
@@ -65,7 +67,7 @@ class Gate:
             return
         self._ended = min(self._ended + 1, round(self.rule.options.memory))
         self._usual += (live.tokens - self._usual) / self._ended
-        self.rule.ended(live.tokens, live.calls)
+        self.rule.ended(live.tokens, live.calls, live.prompt_tokens)
 
     def held(self, in_flight: int) -> str | None:
         """Why no new run may begin beside so many; None: one may."""

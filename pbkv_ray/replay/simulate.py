@@ -167,7 +167,8 @@ class Simulation:
             return
         self.driver.run_ended(item.run_id, item.workflow, item.agents, self.now)
         if self.admission is not None:
-            self.admission.ended(item.footprint_tokens, len(item.calls))
+            tokens = sum(call.prompt_tokens for call in item.calls)
+            self.admission.ended(item.footprint_tokens, len(item.calls), tokens)
         self.outcome.runs[run].ended_s = self.now
         self._in_flight -= 1
         if self._unsubmitted:
@@ -267,7 +268,8 @@ class Simulation:
         if self.admission is not None:
             again = max(0, call.seen - request.device_hit - request.host_hit) * unit
             seconds = again * (self.cost.token_s + (call.prompt_tokens - again / 2) * self.cost.pair_s)
-            self.admission.called(seconds, self.now, self._in_flight)
+            token_s = self.cost.token_s + call.prompt_tokens / 2 * self.cost.pair_s
+            self.admission.called(seconds, token_s, self.now, self._in_flight)
         call.done_tokens = 1
         if call.done_tokens >= call.output_tokens:
             self._finish(call)

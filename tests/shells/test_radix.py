@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,45 @@ def test_the_end_of_a_call_is_heard_and_a_retraction_is_none() -> None:
     bare.index.tick(4.0)
     bare.finish(request, [7, 7])
     assert bare.index.owners.runs["run"].answered_s == 4.0
+
+
+def test_scores_are_kept_up_to_date_only_while_victims_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pbkv_ray.engine.hints import encode
+    from pbkv_ray.engine.scheduler import apply_hints
+    from pbkv_ray.engine.tree_core import PRESSED
+
+    bare, scored = BareCache("pbkv+", 1_000), list[Tier]()
+    scheduler, nothing = SimpleNamespace(tree_cache=bare.cache), encode([], {}, 1.0)
+    monkeypatch.setattr(bare.index, "peek", scored.append)
+    bare.call(caller("run", "coder"), [*SYSTEM, *range(100, 150)])
+    bare.evict(10)
+    for _ in range(2 * PRESSED):
+        apply_hints(scheduler, nothing)
+    assert len(scored) == PRESSED
+    bare.evict(10)
+    apply_hints(scheduler, nothing)
+    assert len(scored) == PRESSED + 1
+
+
+@pytest.mark.parametrize(("ranks", "method", "through_sglang"), [(1, "ours", 0), (2, "ours", 1), (1, "save_model", 1)])
+def test_a_rank_that_is_alone_takes_hints_without_a_barrier(ranks: int, method: str, through_sglang: int) -> None:
+    from pbkv_ray.engine.hints import RPC, encode
+    from pbkv_ray.engine.scheduler import around_rpc
+
+    bare, passed_on = BareCache("pbkv+", 1_000), list[Any]()
+    scheduler = SimpleNamespace(tree_cache=bare.cache, tp_group=SimpleNamespace(world_size=ranks))
+    request = SimpleNamespace(
+        method=RPC if method == "ours" else method, parameters={"payload": encode([], {"gone": 7.0}, 8.0)}
+    )
+    reply = around_rpc(lambda _, request: passed_on.append(request), scheduler, request)
+    assert len(passed_on) == through_sglang
+    assert bare.index.owners.has_ended("gone") == (not through_sglang)
+    if not through_sglang:
+        assert (reply.success, reply.message) == (True, "")
+        request.parameters = {"payload": "no hint"}
+        refused = around_rpc(lambda _, request: passed_on.append(request), scheduler, request)
+        assert not refused.success
+        assert refused.message
 
 
 def test_a_policy_that_raises_evicts_like_lru_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from pbkv_ray.errors import ConfigError
 
+_PAUSE = 8.0  # times the mean gap between calls
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
@@ -47,7 +49,7 @@ class Admission:
         self._ended = 0.0
         self._calls_per_run = 0.0
         self._prompt_tokens = 0.0  # of a call, mean over ended runs
-        self._count = self._token_s = 0.0  # decaying sums over calls
+        self._count = self._token_s = 0.0  # decaying sums over calls: how many, and seconds a token
         self._quiet = self._calls = 0  # calls since the limit grew, and since it moved at all
         self._again_s = self._span_s = 0.0  # decaying sums
         self._since_s: float | None = None
@@ -77,7 +79,11 @@ class Admission:
             self._since_s = now_s
         keep = 1.0 - 0.5 / max(1, in_flight)  # remembers about two calls of every run
         self._again_s = keep * self._again_s + again_s
-        self._span_s = keep * self._span_s + max(0.0, now_s - self._since_s)
+        gap_s = max(0.0, now_s - self._since_s)
+        if self._count >= 4:  # a pause says nothing of how busy the engine is when there are calls
+            gap_s = min(gap_s, _PAUSE * self._span_s / self._count)
+        self._span_s = keep * self._span_s + gap_s
+        self._count = keep * self._count + 1.0
         self._since_s = max(now_s, self._since_s)
         self._token_s = keep * self._token_s + token_s
         self._calls += 1
@@ -105,6 +111,6 @@ class Admission:
         self._ended = min(self._ended + 1.0, self.options.memory)
         self._footprint += (footprint_tokens - self._footprint) / self._ended
         self._calls_per_run += (calls - self._calls_per_run) / self._ended
-        self._prompt_tokens += (prompt_tokens / calls - self._prompt_tokens) / self._ended
+        self._prompt_tokens += (prompt_tokens / max(1, calls) - self._prompt_tokens) / self._ended
         if not self._adapted and self._footprint > 0:
             self._limit = max(1.0, min(self.options.most, 2.0 * self._pool / self._footprint))

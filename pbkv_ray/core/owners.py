@@ -106,15 +106,17 @@ class Owners:
             run.leaves |= {self.bit(run, agent)} if leaves else set()
         self.bit(run, agent)
         run.path, run.called_s = (*run.path[-1:], agent), self.now_s
-        run.waiting = run.answered_s = None
+        run.waiting, run.answered_s, run.calling = None, None, run.calling + 1
         self.worth.called(run)
 
     def answered(self, run_id: str) -> None:
-        """The run's latest call has ended; no-op for a run that is not active, or has not called yet."""
+        """A call of the run has ended. It answers while others run; no-op if it is not active, or has not called."""
         run = self.runs.get(run_id)
         if run is not None and run.current is not None:
-            run.answered_s = self.now_s
-            self.worth.answered(run)
+            run.calling = max(0, run.calling - 1)
+            if not run.calling:
+                run.answered_s = self.now_s
+                self.worth.answered(run)
 
     def forecast(self, run: Run, forecast: Forecast, version: int, at_s: float) -> None:
         """What the run is expected to call next; an older version than the last one is ignored and counted."""

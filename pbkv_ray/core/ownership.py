@@ -41,7 +41,8 @@ class Run:
     version: int = -1
     waiting: str | None = None  # the agent whose call is in the engine's queue
     waiting_s: float = 0.0  # since when
-    answered_s: float | None = None  # when the latest call ended
+    answered_s: float | None = None  # when the last of its calls ended; None: one is still running
+    calling: int = 0  # calls that have begun and not ended
     uses: "dict[UseKey, Use]" = field(default_factory=dict)
     tips: dict[int, Any] = field(default_factory=dict)  # bit -> deepest node of the agent's latest prompt
     older_tips: dict[int, Any] = field(default_factory=dict)  # the same of the prompt that it left

@@ -186,7 +186,7 @@ class ReuseIndex(Generic[N]):
         self.owners.called(active, agent, blocks)
 
     def answered(self, run: str, at_s: float) -> None:
-        """The run's latest call ended at `at_s` on the broadcast clock."""
+        """A call of the run ended at `at_s` on the broadcast clock."""
         self.tick(at_s)
         self.owners.answered(run)
 
@@ -288,8 +288,8 @@ class ReuseIndex(Generic[N]):
         return self.owners.retired_tokens[tier]
 
     def residency(self) -> dict[str, tuple[int, int]]:
-        """Run -> (device, host tokens) of the nodes that it owns, shared ones included."""
-        self._backlog.settle()
+        """Run -> (device, host tokens) of the nodes that it owns, shared ones included; without what waits to be taken
+        in: one rank of several asks, and when things are taken in has to be the same on all."""
         return self.owners.residency()
 
     def next_call(self, node: N) -> float:

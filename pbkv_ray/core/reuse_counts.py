@@ -5,7 +5,7 @@ reads is learned once more by who called last, one and two calls back: contexts 
 which one agent's prompt is the next one's, follow such patterns.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,8 +15,8 @@ _PRIOR = np.array([0.9, 0.8, 0.1, 0.1, 0.98])
 _CROSS_PRIOR = 0.02
 _TRUST = 4.0  # observations that the coarser estimate is worth
 _MEMORY = 256.0  # observations after which older ones fade
-_MAX_AFTER = 4_096  # per workflow; later patterns are not told apart
-_MAX_NEXT = 512  # per workflow: rates of the next call that are kept until they are made anew
+_MAX_AFTER = 4_096  # per workflow, of what was left and of what is handed over; later patterns are not told apart
+_MAX_NEXT = 32_768  # per workflow: rates of the next call that are kept until they are made anew
 _NOTHING = (0.0, 0.0)
 MAX_AGENTS = 64  # per workflow; later ones share the last column
 
@@ -32,6 +32,7 @@ class ReuseCounts:
         self._kind: Array = np.zeros((2, KINDS, len(DEPTHS), 4))  # [weight | used, kind, class, agent]
         self._cross: Array = np.zeros((2, 2, 4, 4))  # [weight | used, private | shared, from, to]
         self._after: dict[After, tuple[float, float]] = {}  # -> seen, used
+        self._handed: dict[After, tuple[float, float]] = {}
         self._rates: tuple[Array, Array] | None = None
         self._next: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[Array, Array]] = {}
         self._seen = self._seen_at_rates = 0
@@ -65,11 +66,13 @@ class ReuseCounts:
     def count_after(self, what: After, path: tuple[str, ...], used: float) -> None:
         """`what`: ("latest" or "older", agent) or ("handed", reader, agent); `path`: who called before, oldest
         first."""
-        for key in {(*what, *path[-1:]), (*what, *path[-2:])}:
-            if key in self._after or len(self._after) < _MAX_AFTER:
-                seen, sum_used = self._after.get(key, _NOTHING)
+        table = self._handed if what[0] == "handed" else self._after
+        # In a fixed order, unlike a set's: every rank keeps the same ones.
+        for key in dict.fromkeys(((*what, *path[-1:]), (*what, *path[-2:]))):
+            if key in table or len(table) < _MAX_AFTER:
+                seen, sum_used = table.get(key, _NOTHING)
                 fade = 0.5 if seen > _MEMORY else 1.0
-                self._after[key] = (fade * seen + 1.0, fade * sum_used + used)
+                table[key] = (fade * seen + 1.0, fade * sum_used + used)
 
     def rates(self, agents: Sequence[str], path: tuple[str, ...]) -> Rates:
         """One column for each of `agents`; `path`: who called last, of whom two count."""
@@ -85,7 +88,7 @@ class ReuseCounts:
         key = tuple(agents), path[-2:]
         known = self._next.get(key)
         if known is None:
-            if len(self._next) >= _MAX_NEXT:
+            if (len(self._next) + 1) * len(agents) ** 2 > _MAX_NEXT:
                 self._next.clear()
             known = self._next[key] = self._following(agents, path[-2:], kind, cross[0])
         return Rates(kind, cross, *known)
@@ -96,14 +99,11 @@ class ReuseCounts:
         """`Rates.next` and `Rates.handed`."""
         own = np.stack((np.where([(agent,) == path[-1:] for agent in agents], kind[STAY], kind[BACK]), kind[OLDER]))
         for known in (path[-1:], path)[: len(path)]:
-            seen = self._counted([("latest", b, *known) for b in agents] + [("older", b, *known) for b in agents])
-            own = _leaning(seen.reshape(2, 1, len(agents), 2), own)
-            seen = self._counted([("handed", a, b, *known) for a in agents for b in agents])
-            handed = _leaning(seen.reshape(len(agents), len(agents), 2), handed)
+            keys: list[After] = [("latest", b, *known) for b in agents] + [("older", b, *known) for b in agents]
+            own = _leaning(_counted(self._after, keys).reshape(2, 1, len(agents), 2), own)
+            keys = [("handed", a, b, *known) for a in agents for b in agents]
+            handed = _leaning(_counted(self._handed, keys).reshape(len(agents), len(agents), 2), handed)
         return own, handed
-
-    def _counted(self, keys: Sequence[After]) -> Array:
-        return np.array([self._after.get(key, _NOTHING) for key in keys])
 
     def _estimate(self) -> tuple[Array, Array]:
         """[KINDS, C, A + 1], [2, A + 1, A + 1]; the last column and row are for agents not seen yet."""
@@ -134,6 +134,11 @@ def _add(table: Array, used: float) -> None:
         table *= 0.5
     table[0] += 1.0
     table[1] += used
+
+
+def _counted(table: Mapping[After, tuple[float, float]], keys: Sequence[After]) -> Array:
+    """[keys, (weight, used)]"""
+    return np.array([table.get(key, _NOTHING) for key in keys])
 
 
 def _leaning(seen: Array, coarser: Array) -> Array:

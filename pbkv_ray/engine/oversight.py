@@ -132,5 +132,5 @@ def _salted(req: Any, blocks: Sequence[int]) -> Sequence[int]:
     space = f"{getattr(req, 'extra_key', None) or ''}\0{getattr(req, 'cache_salt', None) or ''}"
     if space == "\0":
         return blocks
-    salt = zlib.crc32(space.encode()) * 0x9E3779B1
+    salt = zlib.crc32(space.encode()) * 0x9E3779B1 & 0x7FFF_FFFF_FFFF_FFFF  # hashes are signed words
     return [block ^ salt for block in blocks]

@@ -71,6 +71,9 @@ class ServedNet:
                 tensors={name.removeprefix("net."): value for name, value in tensors.items()},
                 facts=config,
             )
+            lengths = [len(net.temperature), len(net.mixture), *map(len, config.get("mixture_later", {}).values())]
+            if set(lengths) != {horizon}:  # compiled loops would read beyond
+                raise InputError(f"model {folder} has weights of {lengths} steps, not {horizon}; train it again")
             probe = net.forecast(net.placed((), {}), Paths.of(net.agents, [net.agents[:1]]))
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise InputError(f"{folder} holds no model ({error}); make one with pbkv train") from error

@@ -252,7 +252,7 @@ class _Desk:
         """The net's part of a batch, bound to what it needs as it is now."""
         added = tuple(agent for agent in plain.agents if agent not in self._known)
         # Agents that the net has never seen get their place in the graph, which is renewed now and then.
-        if added and (added != self._added or self._batches % 256 == 0):
+        if added != self._added or (added and self._batches % 256 == 0):
             self._placed = self._net.placed(added, transitions())
         self._added = added
         own = {agent: column for column, agent in enumerate((*self._net.agents, *added))}

@@ -61,6 +61,23 @@ def test_what_prompts_cost_is_not_known_before_a_run_has_ended() -> None:
     assert rule.worst == pytest.approx(0.1, abs=0.02)
 
 
+def test_a_pause_does_not_make_prompts_look_cheap() -> None:
+    rule = Admission(100_000)
+    rule.ended(50_000, 4, 4_000)
+    now_s = serve(rule, 100, 0.3, in_flight=4)
+    before = rule.limit, rule.thrash, rule.worst
+    serve(rule, 2, 0.3, in_flight=4, start_s=now_s + 600.0)
+    assert rule.limit == before[0]
+    assert rule.thrash > 0.25 * before[1] > 0
+    assert rule.worst > 0.25 * before[2] > 0
+
+
+def test_a_run_without_calls_teaches_nothing_that_could_hurt() -> None:
+    rule = Admission(100_000)
+    rule.ended(0, 0, 0)
+    assert (rule.limit, rule.worst) == (4, 1.0)
+
+
 def test_it_does_not_grow_while_there_is_room_for_runs_already() -> None:
     rule = Admission(100_000)
     serve(rule, 100, 0.0, in_flight=2)

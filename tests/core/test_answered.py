@@ -48,6 +48,19 @@ def test_the_next_call_teaches_how_long_the_tool_took() -> None:
     assert abs(whole - 3.0) < 0.6
 
 
+def test_a_run_that_calls_twice_at_a_time_has_answered_when_both_have_ended() -> None:
+    made = index()
+    made.call("b", "coder", workflow="flow", at_s=11.0)
+    made.update("b", ON, version=2, at_s=11.0, workflow="flow")
+    made.answered("b", at_s=12.0)
+    made.tick(20.0)
+    assert made.owners.runs["b"].answered_s is None
+    made.answered("b", at_s=21.0)
+    assert made.owners.runs["b"].answered_s == 21.0
+    made.answered("b", at_s=22.0)  # once too often
+    assert made.owners.runs["b"].calling == 0
+
+
 def test_ends_that_come_late_or_of_strangers_change_nothing() -> None:
     made = index()
     made.answered("never heard of", at_s=11.0)

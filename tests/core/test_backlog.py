@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pbkv_ray.core.backlog import DEVICE_FREE, DEVICE_HELD, HOST_HELD
+from pbkv_ray.core.backlog import DEVICE_FREE, DEVICE_HELD, HOST_FREE, HOST_HELD
 from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import ReuseIndex, Tier
@@ -15,7 +15,7 @@ AGENTS = ("plan", "code")
 RUNS = ("r0", "r1", "r2")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "call", "call", "use", "lock", "split", "update", "end", "evict", "host"]),
+        st.sampled_from(["call", "call", "call", "use", "lock", "split", "update", "end", "evict", "host", "demote"]),
         st.integers(0, 999),
         st.integers(0, 999),
     ),
@@ -34,6 +34,7 @@ class Engine:
         self.parent: dict[int, int | None] = {}
         self.tokens: dict[int, int] = {}
         self.locked: set[int] = set()
+        self.demoted: set[int] = set()
         self.order: list[list[int]] = []
         self.made = self.clock = self.version = 0
 
@@ -44,6 +45,9 @@ class Engine:
         match what:
             case "call":
                 path = self.path(node)
+                for one in self.demoted.intersection(path):
+                    self.demoted.remove(one)
+                    self.say(one)
                 self.index.call(run, agent, workflow="flow", blocks=path, at_s=float(self.clock))
                 if node is not None:
                     self.used(node, run, agent)
@@ -64,6 +68,7 @@ class Engine:
             case "split" if node is not None and self.tokens[node] > 16:
                 self.made += 1
                 self.index.split(node, self.made, 16)
+                self.demoted |= {self.made} if node in self.demoted else set()
                 self.parent[self.made], self.parent[node] = self.parent[node], self.made
                 self.tokens[self.made], self.tokens[node] = 16, self.tokens[node] - 16
                 self.touch(self.made)
@@ -79,11 +84,15 @@ class Engine:
                 self.evict(1 + a % 3, b % 2 == 0)
             case "host" if node is not None:
                 self.index.report(node, self.state(node) | HOST_HELD)
+            case "demote" if node is not None and node not in self.parent.values():
+                self.demoted ^= {node}
+                self.say(node)
         self.wonder()
 
     def wonder(self) -> None:
         if self.curious:
             self.index.retired_tokens(Tier.DEVICE)
+            self.index.residency()
 
     def evict(self, count: int, keeps: bool) -> None:
         walk, gone = self.index.victims(Tier.DEVICE), list[int]()
@@ -125,6 +134,8 @@ class Engine:
 
     def state(self, node: int) -> int:
         free = node not in self.locked and node not in self.parent.values()
+        if node in self.demoted:
+            return HOST_HELD | (HOST_FREE if free else 0)
         return DEVICE_HELD | (DEVICE_FREE if free else 0)
 
     def say(self, *nodes: int | None) -> None:
@@ -134,7 +145,7 @@ class Engine:
                 self.wonder()
 
     def seen(self) -> tuple[object, ...]:
-        """All that an index tells, and what it knows of every node."""
+        """All that an index tells, and what it knows of every node; of equals on the host, not which comes first."""
         explained = {node: self.index.explain(node) for node in self.parent}
         walk = self.index.victims(Tier.DEVICE)
         left = list(walk)
@@ -146,7 +157,7 @@ class Engine:
             node: ([(use.run.run_id, *masks[1:]) for use, masks in zip(s.uses, s.owners, strict=True)], s.key[1:])
             for node, s in sets.items()
         }
-        return self.order, explained, known, left, tokens, list(self.index.host_only())
+        return self.order, explained, known, left, tokens, sorted(self.index.host_only())
 
 
 @pytest.mark.parametrize("policy", ["lru", "lae", "he", "pbkv+"])
@@ -164,11 +175,14 @@ def test_a_call_that_locks_and_names_its_path_three_times_is_taken_in_once() -> 
     engine = Engine("he", curious=False)
     engine.do("call", 0, 0)
     walks = engine.index._backlog
-    engine.index.residency()
+    engine.index.retired_tokens(Tier.DEVICE)
     assert len(walks) == 0
     for _ in range(3):
         engine.used(1, "r0", "plan")
         engine.do("lock", 1, 0)
     assert len(walks) == 2  # one use, one node
+    engine.index.residency()
+    assert len(walks) == 2  # who only watches changes nothing
+    engine.index.retired_tokens(Tier.DEVICE)
     assert engine.index.residency() == {"r0": (16, 0)}
     assert len(walks) == 0

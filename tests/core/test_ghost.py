@@ -155,6 +155,23 @@ def test_who_called_before_tells_whose_prompt_is_handed_over() -> None:
     assert strangers.handed.tolist() == strangers.cross[0].tolist()
 
 
+def test_many_agents_that_hand_over_leave_room_for_what_each_comes_back_to() -> None:
+    """Twelve agents in random order make more pairs than are kept; each one's own patterns are kept all the same."""
+    rng, prompts = np.random.default_rng(3), LearnedReuse(16)
+    agents, path = [f"a{i}" for i in range(12)], tuple[str, ...]()
+    for run in range(40):
+        for _ in range(40):
+            agent = agents[rng.integers(12)]
+            prompts.observe("flow", f"r{run}", agent, path, [run * 100 + int(agent[1:])] * 2)
+            path = (*path[-1:], agent)
+    for agent in agents:  # never anything again, after b
+        for run in range(40, 60):
+            prompts.observe("flow", f"r{run}", agent, ("b",), [run])
+            prompts.observe("flow", f"r{run}", agent, ("b",), [-run])
+    learned = prompts.rates("flow", agents, ("b",)).next[0, 0]
+    assert (learned < 0.5).all()
+
+
 def test_nothing_depends_on_what_was_evicted() -> None:
     """The ghost table is all it reads: there is no cache here to hit."""
     assert "cache" not in vars(LearnedReuse(16))

@@ -142,6 +142,9 @@ def test_a_folder_is_replaced_whole_and_a_broken_one_is_refused(tmp_path: Path) 
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["data_sha256"], config["agents"], config["train"]["seed"]) == ("1" * 64, ["c", "p", "t"], 0)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"temperature": config["temperature"][1:]}))
+    with pytest.raises(InputError, match=r"has weights of \[9, 10\] steps, not 10; train it again"):
+        ServedNet.load(tmp_path)
     config["format"] = 99
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="has format 99, not 1; train it again"):

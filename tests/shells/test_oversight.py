@@ -1,6 +1,7 @@
 """LRU's shadow, its guard and the operator's switch, on SGLang's real cache object; no model, no engine."""
 
 import random
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,22 @@ def test_a_policy_that_is_misled_falls_back_and_costs_three_points_at_most() -> 
     assert said["hit"] / said["prompt"] == pytest.approx(hit, abs=1e-3)
     guarded.cache.sanity_check()
     guarded.index.check_invariants()
+
+
+@pytest.mark.parametrize("salt", ["", *(f"tenant {i}" for i in range(12))])
+def test_tenants_of_any_salt_are_shadowed_in_a_pool_so_large_that_it_is_sampled(salt: str) -> None:
+    from pbkv_ray.engine.oversight import Oversight
+
+    made, prompt = Oversight(1 << 20, 16, shadow=True, guards=True), list(range(4_000))
+    req = SimpleNamespace(
+        extra_key=None, cache_salt=salt, origin_input_ids=prompt, full_untruncated_fill_ids=array("q", prompt)
+    )
+    for _ in range(2):
+        made.admitted(req, 0)
+        made.stored(req, len(prompt))
+    said = made.report()
+    assert (said["watches"], said["failures"], said["prompt"]) == (True, 0, 8_000)
+    assert said["lru"] > 3_000
 
 
 def test_one_that_only_watches_says_so_and_leaves_the_policy_in_charge() -> None:

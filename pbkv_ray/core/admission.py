@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pbkv_ray.errors import ConfigError
 
-_PAUSE = 8.0  # times the mean gap between calls
+_PAUSE = 16.0  # times the mean gap between calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class Admission:
         keep = 1.0 - 0.5 / max(1, in_flight)  # remembers about two calls of every run
         self._again_s = keep * self._again_s + again_s
         gap_s = max(0.0, now_s - self._since_s)
-        if self._count >= 4:  # a pause says nothing of how busy the engine is when there are calls
+        # A pause says nothing of how busy the engine is when there are calls; runs that begin together are no pause.
+        if self._count >= max(4, in_flight):
             gap_s = min(gap_s, _PAUSE * self._span_s / self._count)
         self._span_s = keep * self._span_s + gap_s
         self._count = keep * self._count + 1.0

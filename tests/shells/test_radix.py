@@ -213,14 +213,12 @@ def test_the_end_of_a_call_is_heard_and_a_retraction_is_none() -> None:
     from sglang.srt.mem_cache.common import release_kv_cache
 
     bare = BareCache("pbkv+", 1_000)
-    retracted = bare.begin(caller("run", "coder"), [*SYSTEM, *range(100, 150)])
-    bare.index.tick(3.0)
-    release_kv_cache(retracted, bare.cache, checkpoint=True)  # as SGLang does when memory is short; it will go on
-    assert bare.index.owners.runs["run"].answered_s is None
-    request = bare.begin(caller("run", "coder"), [*SYSTEM, *range(100, 150)])
+    retracted, finished = (bare.begin(caller(run, "coder"), [*SYSTEM, *range(100, 150)]) for run in ("r", "f"))
     bare.index.tick(4.0)
-    bare.finish(request, [7, 7])
-    assert bare.index.owners.runs["run"].answered_s == 4.0
+    release_kv_cache(retracted, bare.cache, checkpoint=True)  # as SGLang does when memory is short; it will go on
+    bare.finish(finished, [7, 7])
+    known = {run: (of.answered_s, of.calling) for run, of in bare.index.owners.runs.items()}
+    assert known == {"r": (None, 1), "f": (4.0, 0)}
 
 
 def test_scores_are_kept_up_to_date_only_while_victims_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ A call locks and unlocks its path several times, and says at admission, after ev
 path is. Only the last of it counts until a victim is wanted, a node splits, or the run calls again or ends: so
 changes of nodes are kept by node, uses by run, and `settle` takes them in. The result is what taking each in at once
 would have given: readings of different runs do not depend on their order, and a use of a longer path contains that
-of a shorter one by the same agent. Only the order of equals on the host is that of taking in: what settles has to do
-so on all ranks. At most one entry a node of the tree and one a run: nothing is dropped.
+of a shorter one by the same agent. At most one entry a node of the tree and one a run: nothing is dropped.
 """
 
 from collections.abc import Callable, Hashable

@@ -15,7 +15,7 @@ Theory of operation
 Every method takes ids that it does not know as news from a race: no-ops, counted. Single-threaded.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -288,8 +288,8 @@ class ReuseIndex(Generic[N]):
         return self.owners.retired_tokens[tier]
 
     def residency(self) -> dict[str, tuple[int, int]]:
-        """Run -> (device, host tokens) of the nodes that it owns, shared ones included; without what waits to be taken
-        in: one rank of several asks, and when things are taken in has to be the same on all."""
+        """Run -> (device, host tokens) of the nodes that it owns, shared ones included."""
+        self._backlog.settle()
         return self.owners.residency()
 
     def next_call(self, node: N) -> float:
@@ -303,12 +303,12 @@ class ReuseIndex(Generic[N]):
         """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
         self._settled()
         worth, now_s = self.owners.worth, self.owners.now_s
-        waiting = [(worth.next_call(s, now_s), s.serial, s) for s in self.owners.sets() if s.host_only]
-        for value, _, owned in sorted(waiting, key=lambda entry: (-entry[0], entry[1])):
-            if value <= 0:
-                return
-            for node in owned.host_only:
-                yield value, node.id
+        held: dict[float, list[Node[N]]] = defaultdict(list)
+        for owned in (s for s in self.owners.sets() if s.host_only):
+            held[worth.next_call(owned, now_s)].extend(owned.host_only)
+        for value in sorted(filter(lambda value: value > 0, held), reverse=True):
+            # Not in the order in which they were taken in: one rank of several asks more often than the others.
+            yield from ((value, n.id) for n in sorted(held[value], key=lambda n: (n.depth, -self._recency(n))))
 
     def load_path(self, node: N) -> list[tuple[N, int]]:
         """See `Node.load_path`; empty for an unknown node."""

@@ -12,13 +12,13 @@ def pools(cache: Any) -> dict[str, int]:
     found = {
         "device_pool": int(allocator.size),
         "device_free": int(allocator.available_size()),
-        "device_retired": int(index.owners.retired_tokens[Tier.DEVICE]),
+        "device_retired": int(index.retired_tokens(Tier.DEVICE)),
     }
     host = getattr(cache.cache_controller, "mem_pool_host", None)
     if host is not None:
         found |= {
             "host_pool": int(host.size),
             "host_free": int(host.available_size()),
-            "host_retired": int(index.owners.retired_tokens[Tier.HOST]),
+            "host_retired": int(index.retired_tokens(Tier.HOST)),
         }
     return found

@@ -34,11 +34,13 @@ class Backlog(Generic[N]):
 
     # What is told
 
-    def told(self, node: Node[N], state: int) -> None:
-        """The engine says `state` (bits, see above) of the node."""
-        if node.told != state:
-            node.told = state
-            self._changed[node] = None
+    def told(self, node: Node[N], state: int) -> bool:
+        """The engine says `state` (bits, see above) of the node; whether that is news."""
+        if node.told == state:
+            return False
+        node.told = state
+        self._changed[node] = None
+        return True
 
     def use(self, run: Run, bit: int, deepest: Node[N]) -> None:
         """A prompt of the run's agent `bit` ends in `deepest`."""

@@ -140,14 +140,12 @@ class ReuseIndex(Generic[N]):
         known = self._nodes.get(node)
         if known is None:
             return False
-        if known.told != state:
-            self._told(known, state)
+        self._told(known, state)
         return True
 
     def _told(self, node: Node[N], state: int) -> None:
-        self._backlog.told(node, state)
-        if self._walking:  # who walks must see a node that was locked and released as a new one
-            self._backlog.settle()
+        if self._backlog.told(node, state) and self._walking:
+            self._backlog.settle()  # who walks must see a node that was locked and released as a new one
 
     # Use
 
@@ -303,12 +301,13 @@ class ReuseIndex(Generic[N]):
         """(Value, node) of nodes that the host holds and the device does not, greatest value first; none of zero."""
         self._settled()
         worth, now_s = self.owners.worth, self.owners.now_s
-        held: dict[float, list[Node[N]]] = defaultdict(list)
+        held: dict[float, list[OwnerSet]] = defaultdict(list)
         for owned in (s for s in self.owners.sets() if s.host_only):
-            held[worth.next_call(owned, now_s)].extend(owned.host_only)
+            held[worth.next_call(owned, now_s)].append(owned)
         for value in sorted(filter(lambda value: value > 0, held), reverse=True):
+            nodes: Iterator[Node[N]] = (node for owned in held[value] for node in owned.host_only)
             # Not in the order in which they were taken in: one rank of several asks more often than the others.
-            yield from ((value, n.id) for n in sorted(held[value], key=lambda n: (n.depth, -self._recency(n))))
+            yield from ((value, n.id) for n in sorted(nodes, key=lambda n: (n.depth, -self._recency(n))))
 
     def load_path(self, node: N) -> list[tuple[N, int]]:
         """See `Node.load_path`; empty for an unknown node."""

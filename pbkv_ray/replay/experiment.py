@@ -159,7 +159,7 @@ def loop(policy: str, fraction: float, setup: Setup, limit: int | Literal["auto"
 def _admission(capacity: int, setup: Setup) -> Admission:
     rule = Admission(capacity * setup.unit_tokens, setup.admission)
     for run in setup.train.runs if setup.train else ():
-        rule.ended(run.footprint_tokens, len(run.calls), sum(call.prompt_tokens for call in run.calls))
+        rule.ended(run.footprint_tokens, len(run.calls), run.prompt_tokens)
     return rule
 
 

@@ -167,8 +167,7 @@ class Simulation:
             return
         self.driver.run_ended(item.run_id, item.workflow, item.agents, self.now)
         if self.admission is not None:
-            tokens = sum(call.prompt_tokens for call in item.calls)
-            self.admission.ended(item.footprint_tokens, len(item.calls), tokens)
+            self.admission.ended(item.footprint_tokens, len(item.calls), item.prompt_tokens)
         self.outcome.runs[run].ended_s = self.now
         self._in_flight -= 1
         if self._unsubmitted:

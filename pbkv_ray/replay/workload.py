@@ -64,6 +64,10 @@ class TraceRun:
         return tuple(call.agent for call in self.calls)
 
     @property
+    def prompt_tokens(self) -> int:
+        return sum(call.prompt_tokens for call in self.calls)
+
+    @property
     def footprint_tokens(self) -> int:
         """Unique prompt tokens of the run: what an endless cache would hold of it."""
         spans = sorted(span for call in self.calls for span in call.spans)
@@ -85,7 +89,7 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(call.prompt_tokens for run in self.runs for call in run.calls)
+        return sum(run.prompt_tokens for run in self.runs)
 
     @property
     def footprint_tokens(self) -> float:

@@ -67,7 +67,7 @@ class Controller:
         self._predictor = Guarded(predictor, self.counts)
         self.listeners: list[Callable[[Event], None]] = []  # told of every event that is new, once it is handled
         self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
-        self._due: dict[str, float] = {}  # runs that have called, and when: their forecast is due
+        self._due: dict[str, tuple[float, bool]] = {}  # runs whose forecast is due: when they called; a new call?
         self._allowance, self._allowed_s = float(options.max_learned_per_s), 0.0  # calls that may be learned from
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
@@ -174,6 +174,7 @@ class Controller:
         self.counts[f"runs_{outcome}"] += 1
         if run is not None and outcome == "completed" and run.history and self._may_learn(at_s):
             self._predictor.observe(run.workflow, tuple(run.history), None, run_id)
+            self._predictor.observe_answers(run.workflow, run.history, run.answers, None)
         # Also when the run was unknown: an engine may still hold its nodes from before a restart.
         return [RetireRun(run_id, at_s)]
 
@@ -187,17 +188,21 @@ class Controller:
         self.counts["calls_started"] += 1
         if self._may_learn(event.at_s):
             self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id)
+            self._predictor.observe_answers(run.workflow, run.history, run.answers, event.agent)
             if run.called_s is not None:
                 waited_s = max(0.0, event.at_s - run.called_s)
                 self._predictor.observe_wait(run.workflow, run.history[-1], event.agent, waited_s)
         run.history.append(event.agent)
+        run.answers.append(None)
         run.called_s = event.at_s
-        self._due[run.run_id] = event.at_s
+        self._due[run.run_id] = event.at_s, True
         return []
 
     def _call_finished(self, event: CallFinished) -> list[Action]:
         run = self.runs.touch(event.run_id, event.at_s)
-        run.calls.pop(event.call_id, None)
+        known = run.calls.pop(event.call_id, None)
+        if known is not None and not run.calls and event.reason in ("stop", "length"):
+            self._answered(run, event)
         run.home = event.replica or run.home
         totals = run.totals
         totals.calls += 1
@@ -214,6 +219,13 @@ class Controller:
         self.counts["host_cached_tokens"] += event.host_cached_tokens
         return []
 
+    def _answered(self, run: Run, event: CallFinished) -> None:
+        """The run waits for none of its calls now: how long the last answer was says more about what comes next."""
+        if run.called_s is not None and run.history[-1] == event.agent:
+            run.answers[-1] = event.output_tokens
+            if self._allowance >= 1:  # not when calls come so fast that most are not learned from
+                self._due.setdefault(run.run_id, (run.called_s, False))
+
     def _may_learn(self, at_s: float) -> bool:
         """Learning costs more than all the rest. Beyond so many calls a second the others say nothing new."""
         rate = self._options.max_learned_per_s
@@ -226,22 +238,26 @@ class Controller:
         return False
 
     def _forecasts(self) -> list[Action]:
-        """Of the runs that have called since the last time: one each, many of a workflow at once."""
+        """Of the runs that have called, or been answered, since the last time: one each, many of a workflow at once."""
         due, self._due = self._due, {}
-        groups: dict[str, list[tuple[Run, float]]] = {}
-        for run_id, at_s in due.items():
+        groups: dict[str, list[tuple[Run, float, bool]]] = {}
+        for run_id, (at_s, called) in due.items():
             if (run := self.runs.get(run_id)) is not None:
-                groups.setdefault(run.workflow, []).append((run, at_s))
+                groups.setdefault(run.workflow, []).append((run, at_s, called))
         actions: list[Action] = []
         for workflow, calling in groups.items():
-            histories = [tuple(run.history) for run, _ in calling]
+            histories = [tuple(run.history) for run, *_ in calling]
             made = self._predictor.forecasts(workflow, histories, self._options.horizon)
-            for (run, at_s), forecast in zip(calling, made, strict=True):
+            for (run, at_s, called), forecast in zip(calling, made, strict=True):
                 if forecast is None:
-                    self.counts["forecasts_missing"] += 1
+                    self.counts["forecasts_missing"] += called
                     continue
-                run.version += 1
-                actions.append(PublishForecast(run.run_id, run.version, forecast, at_s))
+                better = forecast
+                if (tokens := run.answers[-1]) is not None:
+                    better = self._predictor.refined(workflow, run.history[-1], tokens, forecast)
+                if called or better is not forecast:
+                    run.version += 1
+                    actions.append(PublishForecast(run.run_id, run.version, better, at_s))
         return actions
 
     def _reforecast(self, event: Reforecast) -> list[Action]:

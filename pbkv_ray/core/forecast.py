@@ -76,6 +76,14 @@ class Predictor(Protocol):
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         """None when nothing is known: the engine then keeps to recency."""
 
+    def observe_answers(
+        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
+    ) -> None:
+        """What `observe` is told, and the output tokens of the last calls of `history`, as far as they are known."""
+
+    def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
+        """`forecast`, made when `agent` was called, once it has answered with so many tokens."""
+
 
 class Guarded:
     """A predictor that may raise, as one that does not: it then has learned nothing, or knows nothing.
@@ -98,6 +106,14 @@ class Guarded:
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         return self._try(lambda: self._predictor.forecast(workflow, history, horizon))
+
+    def observe_answers(
+        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
+    ) -> None:
+        self._try(lambda: self._predictor.observe_answers(workflow, history, lengths, following))
+
+    def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
+        return self._try(lambda: self._predictor.refined(workflow, agent, tokens, forecast)) or forecast
 
     def forecasts(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> list[Forecast | None]:
         """Many runs of one workflow; they cost little more than one where the predictor has a method for them."""

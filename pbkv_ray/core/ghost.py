@@ -10,30 +10,34 @@ search. Rates per workflow and agent (`core.reuse_counts`):
     stay    private node of the agent's latest prompt; the agent calls again with no other call in between
     back    the same, after calls of other agents
     older   node of the prompt that the agent left for its latest one, and not in that (contexts that alternate)
-    next    of the latest and the older prompt, in the very next call of the run, given the two agents before it
+    next    of the latest and the older prompt, in the very next call of the run, given the two calls before it
     stale   node that the agent has read, but in neither
     shared  node of its latest prompt that other runs have read too (system prompts)
     cross   node of agent i's latest prompt, or that other runs have read too, which agent j has not read; j is called
             (context handed over)
-    handed  the same of the latest prompt, in the very next call of the run, given the two agents before it
+    handed  the same of the latest prompt, in the very next call of the run, given the two calls before it
+
+A call before is told by its agent and by whose prompt it went on with: its own latest or older one, another agent's,
+or none. Two calls of one agent in turn may belong to two conversations: only this tells which one comes next.
 """
 
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from pbkv_ray.core.rates import BACK, DEPTHS, KINDS, OLDER, SHARED, STALE, STAY, Rates
-from pbkv_ray.core.reuse_counts import MAX_AGENTS, ReuseCounts
+from pbkv_ray.core.reuse_counts import MAX_AGENTS, Call, ReuseCounts
 
 _WORD = (1 << 64) - 1
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STEP = 0x9E3779B97F4A7C15
+_OLDER = "\0older"  # a call went on with the prompt that its agent had left
 _PLACES = np.arange(1, (1 << 16) + 1, dtype=np.uint64) * np.uint64(_STEP)  # what each position adds
 
 
@@ -97,6 +101,12 @@ class _Prompt:
         return len(self.blocks) + len(self.older or ()) + len(self.stale or ())
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    prompts: dict[str, _Prompt] = field(default_factory=dict)  # of each agent
+    trail: tuple[Call, ...] = ()  # the last two calls
+
+
 class Seen(NamedTuple):
     """What a call's prompt has to do with others: see `LearnedReuse.observe`."""
 
@@ -118,7 +128,7 @@ class LearnedReuse:
         self._max_blocks = max_blocks
         self._max_workflows = max_workflows
         self._max_prompt_blocks = max_prompt_blocks
-        self._runs: OrderedDict[str, dict[str, _Prompt]] = OrderedDict()
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._total = np.zeros((2, KINDS, len(DEPTHS)))
         self._counts: OrderedDict[str, ReuseCounts] = OrderedDict()
         self._blank = ReuseCounts(self._total)  # of workflows without observations
@@ -128,42 +138,51 @@ class LearnedReuse:
         self._edges = [-(-edge // block_tokens) for edge in DEPTHS[1:]]
 
     def observe(self, workflow: str, run: str, agent: str, path: tuple[str, ...], blocks: Sequence[int]) -> Seen:
-        """A call of `agent` with a prompt of `blocks`; `path`: who called before it in the run, of whom two count.
+        """A call of `agent` with a prompt of `blocks`; `path`: who called before it in the run, of whom one counts.
 
         Returns the leading tokens of the prompt that another run's prompt of this agent began with too, and whether
         it leaves the agent's latest prompt of this run instead of continuing it.
         """
         prompt = array("q", blocks[: self._max_prompt_blocks])
         counts = self._of(workflow)
-        prompts = self._runs.get(run)
-        if prompts is None:
-            prompts = self._runs[run] = {}
+        known_run = self._runs.get(run)
+        if known_run is None:
+            known_run = self._runs[run] = _Run()
         self._runs.move_to_end(run)
+        prompts, trail = known_run.prompts, known_run.trail
         last = prompts.get(agent)
         to = counts.column(agent)
         kept = 0 if last is None else common(prompt, last.blocks)
+        most, source = 0, ""  # of whose prompt this one goes on with, beyond what other runs have too
         if last is not None:
+            if kept > last.shared:
+                most, source = kept, agent
             kind = STAY if path[-1:] == (agent,) else BACK
             self._count(counts, SHARED, to, 0, last.shared, kept)
             self._count(counts, kind, to, last.shared, len(last.blocks), kept)
-            self._count_after(counts, ("latest", agent), path, last.shared, len(last.blocks), kept)
+            self._count_after(counts, ("latest", agent), trail, last.shared, len(last.blocks), kept)
             if last.older is not None:
                 again = common(prompt, last.older)
+                if again > max(most, last.shared):
+                    most, source = again, _OLDER
                 self._count(counts, OLDER, to, last.kept, len(last.older), again)
-                self._count_after(counts, ("older", agent), path, last.kept, len(last.older), again)
+                self._count_after(counts, ("older", agent), trail, last.kept, len(last.older), again)
             if last.stale is not None:
                 self._count(counts, STALE, to, last.stale_kept, len(last.stale), common(prompt, last.stale))
         for name, other in prompts.items():
             if name != agent:
                 known = common(other.blocks, last.blocks) if last is not None else 0
                 private, again = max(known, other.shared), common(prompt, other.blocks)
-                source = counts.column(name)
+                if again > max(most, other.shared):
+                    most, source = again, name
+                reader = counts.column(name)
                 if private < len(other.blocks):
                     used = _used(private, len(other.blocks), again)
-                    counts.count_cross(0, source, to, used)
-                    counts.count_after(("handed", name, agent), path, used)
+                    counts.count_cross(0, reader, to, used)
+                    counts.count_after(("handed", name, agent), trail, used)
                 if known < other.shared:
-                    counts.count_cross(1, source, to, _used(known, other.shared, again))
+                    counts.count_cross(1, reader, to, _used(known, other.shared, again))
+        known_run.trail = (*trail[-1:], (agent, source))
         counts.seen()
         self._blank.seen()
         shared = self._shared(workflow, run, agent, prompt)
@@ -172,12 +191,14 @@ class LearnedReuse:
 
     def end(self, run: str) -> None:
         """The run's prompts are needed no more; idempotent."""
-        for prompt in self._runs.pop(run, {}).values():
+        known = self._runs.pop(run, None)
+        for prompt in () if known is None else known.prompts.values():
             self.blocks -= prompt.size
 
-    def rates(self, workflow: str, agents: Sequence[str], path: tuple[str, ...] = ()) -> Rates:
-        """What is known of these agents now, one column each; `path`: the last two agents that called in the run."""
-        return self._counts.get(workflow, self._blank).rates(agents, path)
+    def rates(self, workflow: str, agents: Sequence[str], path: tuple[str, ...] = (), run: str = "") -> Rates:
+        """What is known of these agents now, one column each; `path`: the agents that called last in the `run`."""
+        known = self._runs.get(run)
+        return self._counts.get(workflow, self._blank).rates(agents, path, () if known is None else known.trail)
 
     def _count(self, counts: ReuseCounts, kind: int, agent: int, start: int, end: int, kept: int) -> None:
         """Blocks [start, end) were candidates, those below `kept` were used: one observation per depth class."""
@@ -187,10 +208,10 @@ class LearnedReuse:
             counts.count(kind, agent, [(first + i, _used(*span, kept)) for i, span in enumerate(pairwise(edges))])
 
     def _count_after(
-        self, counts: ReuseCounts, what: tuple[str, str], path: tuple[str, ...], start: int, end: int, kept: int
+        self, counts: ReuseCounts, what: tuple[str, str], trail: tuple[Call, ...], start: int, end: int, kept: int
     ) -> None:
         if end > start:
-            counts.count_after(what, path, _used(start, end, kept))
+            counts.count_after(what, trail, _used(start, end, kept))
 
     def _shared(self, workflow: str, run: str, agent: str, prompt: "array[int]") -> int:
         """Compares with the latest prompts of this agent in two runs, of which one at least is another."""
@@ -231,7 +252,7 @@ class LearnedReuse:
         return counts
 
     def check_invariants(self) -> None:
-        held = sum(prompt.size for prompts in self._runs.values() for prompt in prompts.values())
+        held = sum(prompt.size for run in self._runs.values() for prompt in run.prompts.values())
         assert held == self.blocks, f"{self.blocks} blocks counted, {held} held"
         assert self.blocks <= self._max_blocks or len(self._runs) == 1
         assert len(self._counts) <= self._max_workflows

@@ -1,11 +1,11 @@
 """How often what a prompt holds is used again, counted for one workflow; `core.ghost` says what is observed.
 
 Rates by depth class and agent lean on the workflow's, those on everybody's, those on a prior. What the very next call
-reads is learned once more by who called last, one and two calls back: contexts that alternate, and conversations in
+reads is learned once more by the call before it and by the last two: contexts that alternate, and conversations in
 which one agent's prompt is the next one's, follow such patterns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,8 @@ _MAX_NEXT = 32_768  # per workflow: rates of the next call that are kept until t
 _NOTHING = (0.0, 0.0)
 MAX_AGENTS = 64  # per workflow; later ones share the last column
 
-After = tuple[str, ...]  # what was read, the agent that is called, who called before it
+Call = tuple[str, str]  # an agent, and whose prompt its call went on with (core.ghost)
+After = tuple[Hashable, ...]  # what was read, the agent that is called, the calls before it
 
 
 class ReuseCounts:
@@ -34,7 +35,7 @@ class ReuseCounts:
         self._after: dict[After, tuple[float, float]] = {}  # -> seen, used
         self._handed: dict[After, tuple[float, float]] = {}
         self._rates: tuple[Array, Array] | None = None
-        self._next: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[Array, Array]] = {}
+        self._next: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[Call, ...]], tuple[Array, Array]] = {}
         self._seen = self._seen_at_rates = 0
 
     def seen(self) -> None:
@@ -63,19 +64,19 @@ class ReuseCounts:
     def count_cross(self, shared: int, source: int, to: int, used: float) -> None:
         _add(self._cross[:, shared, source, to], used)
 
-    def count_after(self, what: After, path: tuple[str, ...], used: float) -> None:
-        """`what`: ("latest" or "older", agent) or ("handed", reader, agent); `path`: who called before, oldest
-        first."""
+    def count_after(self, what: tuple[str, ...], trail: tuple[Call, ...], used: float) -> None:
+        """`what`: ("latest" or "older", agent) or ("handed", reader, agent); `trail`: the calls before, oldest
+        first, of which two count."""
         table = self._handed if what[0] == "handed" else self._after
         # In a fixed order, unlike a set's: every rank keeps the same ones.
-        for key in dict.fromkeys(((*what, *path[-1:]), (*what, *path[-2:]))):
+        for key in dict.fromkeys(((*what, *trail[-1:]), (*what, *trail[-2:]))):
             if key in table or len(table) < _MAX_AFTER:
                 seen, sum_used = table.get(key, _NOTHING)
                 fade = 0.5 if seen > _MEMORY else 1.0
                 table[key] = (fade * seen + 1.0, fade * sum_used + used)
 
-    def rates(self, agents: Sequence[str], path: tuple[str, ...]) -> Rates:
-        """One column for each of `agents`; `path`: who called last, of whom two count."""
+    def rates(self, agents: Sequence[str], path: tuple[str, ...], trail: tuple[Call, ...] = ()) -> Rates:
+        """One column for each of `agents`; `path`: who called last, `trail`: the last two calls."""
         # Rates move little once much was seen: look again after 3 % more observations.
         if self._rates is None or self._seen > self._seen_at_rates + self._seen_at_rates // 32:
             self._rates = self._estimate()
@@ -85,21 +86,21 @@ class ReuseCounts:
         width = kind.shape[-1] - 1  # the last column is what unknown agents get
         columns = np.array([min(self._agents.get(agent, MAX_AGENTS - 1), width) for agent in agents], np.intp)
         kind, cross = kind[:, :, columns], cross[:, columns[:, None], columns[None, :]]
-        key = tuple(agents), path[-2:]
+        key = tuple(agents), path[-1:], trail
         known = self._next.get(key)
         if known is None:
             if (len(self._next) + 1) * len(agents) ** 2 > _MAX_NEXT:
                 self._next.clear()
-            known = self._next[key] = self._following(agents, path[-2:], kind, cross[0])
+            known = self._next[key] = self._following(agents, path[-1:], trail, kind, cross[0])
         return Rates(kind, cross, *known)
 
     def _following(
-        self, agents: Sequence[str], path: tuple[str, ...], kind: Array, handed: Array
+        self, agents: Sequence[str], path: tuple[str, ...], trail: tuple[Call, ...], kind: Array, handed: Array
     ) -> tuple[Array, Array]:
         """`Rates.next` and `Rates.handed`."""
-        own = np.stack((np.where([(agent,) == path[-1:] for agent in agents], kind[STAY], kind[BACK]), kind[OLDER]))
-        for known in (path[-1:], path)[: len(path)]:
-            keys: list[After] = [("latest", b, *known) for b in agents] + [("older", b, *known) for b in agents]
+        own = np.stack((np.where([(agent,) == path for agent in agents], kind[STAY], kind[BACK]), kind[OLDER]))
+        for known in (trail[-1:], trail)[: len(trail)]:
+            keys: Sequence[After] = [("latest", b, *known) for b in agents] + [("older", b, *known) for b in agents]
             own = _leaning(_counted(self._after, keys).reshape(2, 1, len(agents), 2), own)
             keys = [("handed", a, b, *known) for a in agents for b in agents]
             handed = _leaning(_counted(self._handed, keys).reshape(len(agents), len(agents), 2), handed)

@@ -15,6 +15,8 @@ from itertools import islice
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.events import Outcome
 
+ANSWERS = 10  # calls of a run of which it is remembered how long the answer was
+
 
 @dataclass(slots=True)
 class Totals:
@@ -31,7 +33,8 @@ class Totals:
 
 @dataclass(slots=True)
 class Run:
-    """`history` is the path so far, one agent a call; `calls` maps the calls in flight to (agent, step)."""
+    """`history` is the path so far, one agent a call; `calls` maps the calls in flight to (agent, step). `answers`:
+    output tokens of the last calls of `history`, None where they are not known."""
 
     run_id: str
     started_s: float
@@ -44,6 +47,7 @@ class Run:
     entered: list[tuple[str, int]] = field(default_factory=list)
     calls: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting_for: str | None = None
+    answers: deque[int | None] = field(default_factory=lambda: deque(maxlen=ANSWERS))
     called_s: float | None = None  # when the last call started
     home: str | None = None
     version: int = 0

@@ -263,7 +263,11 @@ class Worth:
         agent = np.zeros((len(forecast.step), max(1, len(names))))
         for column, name in enumerate(forecast.agents):
             agent[:, run.agents.get(name, len(names) - 1)] += forecast.step[:, column]
-        rates = self.learned.rates(run.workflow, names, run.path) if self.score.learns else certain(len(agent[0]))
+        rates = (
+            self.learned.rates(run.workflow, names, run.path, run.run_id)
+            if self.score.learns
+            else certain(len(agent[0]))
+        )
         current = None if run.current is None else run.agents.get(run.current, len(names) - 1)
         end = forecast.step[:, -1]
         if run.waiting is not None:  # the call that the forecast comes after has yet to be served

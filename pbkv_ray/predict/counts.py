@@ -22,6 +22,7 @@ import numpy as np
 from pbkv_ray.core.forecast import Array, Forecast
 from pbkv_ray.errors import ConfigError
 from pbkv_ray.predict import kernels
+from pbkv_ray.predict.answers import AnswerLengths
 from pbkv_ray.predict.prior import first_agents, propagate
 from pbkv_ray.predict.rows import Rows
 from pbkv_ray.predict.waits import Waits
@@ -84,6 +85,7 @@ class VariableOrderCounts:
         self.options = options or CountsOptions()
         self.dropped = {"workflows": 0, "contexts": 0, "agents": 0}
         self._workflows: OrderedDict[str, _Workflow] = OrderedDict()
+        self._answers = AnswerLengths(self.options.horizon, max_workflows=self.options.max_workflows)
         self._observed = 0
         _compile()
 
@@ -105,6 +107,14 @@ class VariableOrderCounts:
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         """A call of `following` started `seconds` after its run's call of `agent` had started."""
         self._workflow(workflow).waits.observe(agent, following, seconds)
+
+    def observe_answers(
+        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
+    ) -> None:
+        self._answers.observe(workflow, history, lengths, following)
+
+    def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
+        return self._answers.refined(workflow, agent, tokens, forecast)
 
     def transitions(self, workflow: str) -> dict[str, dict[str, float]]:
         """agent -> {next agent: how often}, as far as counted; without END."""

@@ -110,6 +110,14 @@ class Served:
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         self.counts.observe_wait(workflow, agent, following, seconds)
 
+    def observe_answers(
+        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
+    ) -> None:
+        self.counts.observe_answers(workflow, history, lengths, following)
+
+    def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
+        return self.counts.refined(workflow, agent, tokens, forecast)
+
     def install(self, workflow: str, net: ServedNet | None) -> None:
         """Replace the net of `workflow`; a new one has to prove itself again. None leaves the counts alone."""
         self._desks.pop(workflow, None)
@@ -217,6 +225,8 @@ class _AtOnce:
         self.prior = served.prior
         self.observe = served.observe
         self.observe_wait = served.observe_wait
+        self.observe_answers = served.observe_answers
+        self.refined = served.refined
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         self._served.counters["forecasts_counts"] += 1

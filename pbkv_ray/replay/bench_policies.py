@@ -25,8 +25,8 @@ from pbkv_ray.engine.server import EngineServer
 from pbkv_ray.errors import EngineError
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import ToolWaits, uniform
+from pbkv_ray.replay.forecasts import true_forecast, with_noise
 from pbkv_ray.replay.misled import Misled
-from pbkv_ray.replay.owned import true_forecast, with_noise
 from pbkv_ray.replay.tallies import Tally, paired_ratio
 from pbkv_ray.replay.token_calls import serve_tokens
 from pbkv_ray.replay.workload import TraceRun, Workload, prompt_tokens
@@ -172,9 +172,9 @@ class ClosedLoop:
         self._predictor = Misled() if options.misled else VariableOrderCounts()
         self._versions: dict[str, int] = {}
         for run in () if train is None else train.runs:
-            for at, agent in enumerate(run.agents):
-                self._predictor.observe(run.workflow, run.agents[:at], agent)
-            self._predictor.observe(run.workflow, run.agents, None)
+            for at in range(len(run.agents)):
+                self._learn(run, at)
+            self._learn(run, len(run.agents))
 
     async def run(self) -> None:
         self._began = started = time.perf_counter()
@@ -206,7 +206,7 @@ class ClosedLoop:
             if self._gate is not None:
                 self._gate.ended(self._name(run))
             self._news.set()
-            self._predictor.observe(run.workflow, run.agents, None)
+            self._learn(run, len(run.agents))
             await self._server.retire(self._name(run))
 
     async def _admitted(self) -> bool:
@@ -222,8 +222,9 @@ class ClosedLoop:
     async def _call(self, run: TraceRun, at: int, private: int) -> None:
         call, history = run.calls[at], run.agents[: at + 1]
         caller = Caller(self._name(run), run.workflow, call.agent, at)
-        self._predictor.observe(run.workflow, history[:-1], history[-1])
+        self._learn(run, at)
         self._publish(caller.run_id, run, history)
+        began_s = time.time()
         ids = prompt_tokens(call, self._vocabulary, private).tolist()
         session_id = caller.run_id if named(self._policy) == "session" else None
         served = await serve_tokens(self._server.manager, ids, caller, call.output_tokens, session_id=session_id)
@@ -231,6 +232,7 @@ class ClosedLoop:
         self._tally.device += served.device
         self._tally.host += served.host
         self._tally.ttft_s.append(served.first_token_s)
+        self._publish(caller.run_id, run, history, answered=call.output_tokens, made_s=began_s)
         if self._gate is not None:
             self._gate.called(
                 CallFinished(
@@ -249,13 +251,32 @@ class ClosedLoop:
             )
             self._news.set()
 
-    def _publish(self, run_id: str, run: TraceRun, history: tuple[str, ...]) -> None:
+    def _learn(self, run: TraceRun, calls: int) -> None:
+        """After so many calls the run went on with its next one, or ended."""
+        following = run.agents[calls] if calls < len(run.agents) else None
+        lengths = [call.output_tokens for call in run.calls[:calls]]
+        self._predictor.observe(run.workflow, run.agents[:calls], following)
+        self._predictor.observe_answers(run.workflow, run.agents[:calls], lengths, following)
+
+    def _publish(
+        self,
+        run_id: str,
+        run: TraceRun,
+        history: tuple[str, ...],
+        answered: int | None = None,
+        made_s: float | None = None,
+    ) -> None:
+        """At the start of the last call of `history`, and once more when it is `answered` with so many tokens."""
         forecast: Forecast | None
         if named(self._policy) == "oracle":
             forecast = true_forecast(run.agents, len(history))
         else:
             forecast = self._predictor.forecast(run.workflow, history, HORIZON)
+            if forecast is not None and answered is not None:
+                forecast = self._predictor.refined(run.workflow, history[-1], answered, forecast)
         if forecast is not None:
             if self._options.noise:
                 forecast = with_noise(forecast, self._options.noise)
-            self._server.publish(PublishForecast(run_id, len(history), forecast, time.time()))
+            version = 2 * len(history) + (answered is not None)
+            at_s = time.time() if made_s is None else made_s
+            self._server.publish(PublishForecast(run_id, version, forecast, at_s))

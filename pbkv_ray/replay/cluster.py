@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.engine.queue import Queue
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
 from pbkv_ray.replay.cost import Cost
 from pbkv_ray.replay.driver import Driver, StockDriver
+from pbkv_ray.replay.forecasts import Forecasts
 from pbkv_ray.replay.hits import Hits
 from pbkv_ray.replay.keys import Keys
 from pbkv_ray.replay.outcome import RunTimes, Scheduler
@@ -204,7 +206,7 @@ class Cluster:
         item, now_s = self._workload.runs[run], replica.now
         number = self.replicas.index(replica)
         history = item.agents[: call + 1]
-        replica.driver.call_finished(item.run_id, item.workflow, history, now_s)
+        replica.driver.call_finished(item.run_id, item.workflow, history, item.calls[call].output_tokens, now_s)
         cached = replica.cached.pop((run, call), 0)
         self._router.finished(item.run_id, number, item.calls[call].prompt_tokens, cached)
         if call + 1 < len(item.calls):
@@ -219,39 +221,26 @@ class Cluster:
 
 
 class _Shared:
-    """What the drivers of one cluster have in common: one predictor, and forecasts that go to all."""
+    """What the drivers of one cluster have in common: a controller's forecasts, which go to all."""
 
     def __init__(self) -> None:
-        self.predictor = VariableOrderCounts()
+        self.forecasts = Forecasts(VariableOrderCounts())
         self.drivers: list[ClusterDriver] = []
-        self.called: dict[str, float] = {}
         self.version = 0
-        self.ended: set[str] = set()
 
 
 class ClusterDriver(OwnedDriver):
     """One replica's cache under a policy of ours, steered by the controller that all replicas share."""
 
     def __init__(self, shared: _Shared, policy: str, base: TreeOptions, unit_tokens: int) -> None:
-        super().__init__(policy, base, unit_tokens, predictor=shared.predictor)
-        self._shared, self._called = shared, shared.called
+        super().__init__(policy, base, unit_tokens, forecasts=shared.forecasts)
+        self._shared = shared
         shared.drivers.append(self)
 
-    def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        forecast = self._expected(run_id, workflow, history, at_s)
+    def _publish(self, run_id: str, workflow: str, forecast: Forecast, made_s: float) -> None:
         self._shared.version += 1
         for driver in self._shared.drivers:
-            if forecast is None:
-                driver.index.tick(at_s)
-            else:
-                driver.index.update(run_id, forecast, version=self._shared.version, at_s=at_s, workflow=workflow)
-
-    def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        if run_id not in self._shared.ended:
-            self._shared.ended.add(run_id)
-            self.predictor.observe(workflow, history, None)
-            self._called.pop(run_id, None)
-        self.index.end(run_id, at_s)
+            driver.index.update(run_id, forecast, version=self._shared.version, at_s=made_s, workflow=workflow)
 
 
 def make_drivers(policy: str, replicas: int, base: TreeOptions, unit_tokens: int) -> list[Driver]:

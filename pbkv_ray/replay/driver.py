@@ -18,7 +18,9 @@ class Driver(Protocol):
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
         """`history` ends with the agent that calls now."""
 
-    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None: ...
+    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], tokens: int, at_s: float) -> None:
+        """The last call of `history` was answered with so many tokens."""
+
     def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None: ...
 
 
@@ -40,7 +42,7 @@ class StockDriver:
         return made
 
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None: ...
-    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None: ...
+    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], tokens: int, at_s: float) -> None: ...
 
     def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
         if self._sessions:

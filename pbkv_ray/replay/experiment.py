@@ -15,6 +15,7 @@ from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.arrivals import Arrivals, ToolWaits
 from pbkv_ray.replay.cost import Cost
 from pbkv_ray.replay.driver import Driver, StockDriver
+from pbkv_ray.replay.forecasts import Forecasts
 from pbkv_ray.replay.hits import Hits, replay_belady, replay_order
 from pbkv_ray.replay.keys import Keys, Outputs
 from pbkv_ray.replay.order import OrderedCall, fixed_order
@@ -95,15 +96,23 @@ def make_driver(policy: str, capacity: int, setup: Setup, times: dict[str, list[
     )
     if policy in STOCK:
         return StockDriver(policy, base, setup.unit_tokens)
+    knows = policy == "oracle"
+    memo = setup.memo if times is not None and not knows else None
+    known = memo.forecasts if memo is not None else None
+    forecasts = Forecasts(
+        setup.make_predictor(),
+        agents={run.run_id: run.agents for run in setup.workload.runs} if knows else None,
+        future=times,
+        noise=setup.noise,
+        made=known or None,
+        keep=None if known else known,
+    )
     driver = OwnedDriver(
         policy,
         base,
         setup.unit_tokens,
-        predictor=setup.make_predictor(),
-        future=times,
-        agents={run.run_id: run.agents for run in setup.workload.runs} if policy == "oracle" else None,
-        noise=setup.noise,
-        memo=setup.memo if times is not None else None,
+        forecasts=forecasts,
+        memo=memo,
         score=_score(policy, setup),
         switches={"aggressive_share": setup.rho, "shadow": setup.shadow},
     )

@@ -57,8 +57,8 @@ def replay_order(workload: Workload, order: Sequence[OrderedCall], keys: Keys, d
     for number, item in enumerate(order):
         while answers and answers[0][0] <= item.at_s:
             ends_s, ended = heapq.heappop(answers)
-            of = workload.runs[order[ended].run]
-            driver.call_finished(of.run_id, of.workflow, of.agents[: order[ended].call + 1], ends_s)
+            of, at = workload.runs[order[ended].run], order[ended].call
+            driver.call_finished(of.run_id, of.workflow, of.agents[: at + 1], of.calls[at].output_tokens, ends_s)
         run = workload.runs[item.run]
         call = run.calls[item.call]
         history = run.agents[: item.call + 1]

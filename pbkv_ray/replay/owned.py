@@ -1,14 +1,12 @@
-"""Our plug-in's policies in a replay: the engine's own cache classes, forecasts from counts, and true futures."""
+"""Our plug-in's policies in a replay: the engine's own cache classes, told what the controller would tell them."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from pbkv_ray.core.calls import Caller
-from pbkv_ray.core.forecast import Forecast, Predictor
+from pbkv_ray.core.forecast import Forecast
 from pbkv_ray.core.ghost import LearnedReuse, Seen, block_hashes
 from pbkv_ray.core.owners import OwnersOptions
 from pbkv_ray.core.reuse import ReuseIndex
@@ -16,14 +14,12 @@ from pbkv_ray.core.scores import Score, score_of
 from pbkv_ray.core.waits import WaitingTimes
 from pbkv_ray.engine.policies import BACKEND, RadixOptions
 from pbkv_ray.predict.counts import VariableOrderCounts
+from pbkv_ray.replay.forecasts import Forecasts, Made
 from pbkv_ray.replay.keys import Keys
 from pbkv_ray.replay.order import OrderedCall
 from pbkv_ray.replay.prefetch import SimulatedPrefetch
 from pbkv_ray.replay.tree import Tree, TreeOptions, TreeRequest
 from pbkv_ray.replay.workload import BLOCK_TOKENS, Workload
-
-ORACLE_HORIZON = 40
-FORECAST_HORIZON = 10
 
 
 class CoarseIndex(ReuseIndex[Any]):
@@ -53,17 +49,16 @@ class Memo:
     """What does not depend on the policy at a fixed order of calls; `order` says which order it belongs to."""
 
     order: tuple[object, ...] = ()
-    forecasts: dict[tuple[str, int], Forecast | None] = field(default_factory=dict)
+    forecasts: Made = field(default_factory=dict)
     learned: tuple[LearnedReuse, WaitingTimes] | None = None
 
 
 class OwnedDriver:
     """A policy of `engine.policies` on the engine's OwnedRadixCache; hints are applied at once, in order.
 
-    future:  run -> times (s) of its calls; with it every forecast is the truth (policy `oracle`).
-    noise:   lambda of paper Eq. 5: forecasts are mixed with the uniform distribution over the agents.
-    memo:    forecasts by (run, calls made), and what was learned beforehand. At a fixed order of calls these are the
-             same for every policy: the first driver with the memo fills it, later ones skip the work.
+    forecasts: what runs are expected to call. By default from counts that have seen nothing yet.
+    memo:    what was learned beforehand; with it, forecasts. At a fixed order of calls both are the same for every
+             policy: the first driver with the memo fills it, later ones skip the work.
     score, switches: experiments; None and empty are the policy as it is.
     """
 
@@ -73,23 +68,18 @@ class OwnedDriver:
         base: TreeOptions,
         unit_tokens: int,
         *,
-        predictor: Predictor | None = None,
-        future: Mapping[str, Sequence[float]] | None = None,
-        agents: Mapping[str, Sequence[str]] | None = None,
-        noise: float = 0.0,
-        memo: "Memo | None" = None,
+        forecasts: Forecasts | None = None,
+        memo: Memo | None = None,
         score: Score | None = None,
         owners: OwnersOptions | None = None,
         switches: Mapping[str, Any] | None = None,
     ) -> None:
         options = RadixOptions.of(policy, **(switches or {}))
         self.options = replace(options, partial_tokens=-(-options.partial_tokens // unit_tokens))
-        self._unit, self._future, self._agents, self._noise = unit_tokens, future, agents, noise
-        self._memo = memo if memo is not None and agents is None else None
-        self._fills = self._memo is not None and not self._memo.forecasts
-        if self._fills and self._memo is not None:
-            self._memo.learned = None
-        self.predictor = predictor if predictor is not None else VariableOrderCounts()
+        self.forecasts = forecasts if forecasts is not None else Forecasts(VariableOrderCounts())
+        self._unit, self._memo = unit_tokens, memo
+        if memo is not None and not memo.forecasts:
+            memo.learned = None  # nobody has replayed anything with it
         self.tree = Tree(
             replace(
                 base,
@@ -102,8 +92,8 @@ class OwnedDriver:
         self.score = score or score_of(policy)
         self.learned = UnitReuse() if unit_tokens > 1 else LearnedReuse(BLOCK_TOKENS)
         self.waits = WaitingTimes()
-        if self._memo is not None and self._memo.learned is not None:
-            self.learned, self.waits = deepcopy(self._memo.learned)
+        if memo is not None and memo.learned is not None:
+            self.learned, self.waits = deepcopy(memo.learned)
         core = self.tree.cache.tree_core
         made = CoarseIndex if unit_tokens > 1 else ReuseIndex
         self.index = core.index = made(
@@ -118,7 +108,6 @@ class OwnedDriver:
             self.prefetch = SimulatedPrefetch(self.tree, unit_tokens, self.options.aggressive_share)
         self.queue = True  # False leaves the engine's queue out, as it was before
         self._version = 0
-        self._called: dict[str, float] = {}
 
     def learn(self, workload: Workload, order: Sequence[OrderedCall], keys: Keys) -> None:
         """Watch other runs first, in the order of their calls: agents, waits and prompts; nothing is cached."""
@@ -130,16 +119,16 @@ class OwnedDriver:
             history = run.agents[: item.call + 1]
             if item.run in called:
                 began_s, answer_s = called[item.run]
-                self._observe_wait(run.workflow, history, item.at_s - began_s)
                 self.waits.observe(run.workflow, history[-2], item.at_s - began_s, answer_s)
             called[item.run] = item.at_s, item.ends_s - item.at_s
-            self.predictor.observe(run.workflow, history[:-1], history[-1])
+            self.forecasts.heard(run.run_id, run.workflow, history, item.at_s)
+            self.forecasts.heard_answer(run.run_id, run.calls[item.call].output_tokens)
             blocks = block_hashes(keys.prompt(item.run, item.call).tolist(), self.learned.block_tokens)
             self.learned.observe(run.workflow, run.run_id, history[-1], history[:-1], blocks)
             if item.last:
-                self.predictor.observe(run.workflow, history, None)
+                self.forecasts.ended(run.run_id, run.workflow, history)
                 self.learned.end(run.run_id)
-        if self._fills and self._memo is not None:
+        if self._memo is not None:
             self._memo.learned = deepcopy((self.learned, self.waits))
 
     def request(self, rid: str, run_id: str, agent: str, workflow: str, prompt: Any, tail: bool) -> TreeRequest:
@@ -151,70 +140,25 @@ class OwnedDriver:
         return made
 
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        forecast = self._expected(run_id, workflow, history, at_s)
+        forecast = self.forecasts.started(run_id, workflow, history, at_s)
         if forecast is None:
             self.index.tick(at_s)
-            return
-        self._version += 1
-        self.index.update(run_id, forecast, version=self._version, at_s=at_s, workflow=workflow)
-
-    def _expected(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> Forecast | None:
-        key = (run_id, len(history))
-        if self._memo is not None and not self._fills:
-            forecast = self._memo.forecasts[key]
         else:
-            self.predictor.observe(workflow, history[:-1], history[-1])
-            last = self._called.get(run_id)
-            if last is not None:
-                self._observe_wait(workflow, history, at_s - last)
-            self._called[run_id] = at_s
-            forecast = self._forecast(run_id, workflow, history)
-            if self._memo is not None:
-                self._memo.forecasts[key] = forecast
-        return with_noise(forecast, self._noise) if forecast is not None and self._noise else forecast
+            self._publish(run_id, workflow, forecast, at_s)
 
-    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
+    def call_finished(self, run_id: str, workflow: str, history: Sequence[str], tokens: int, at_s: float) -> None:
         self.index.answered(run_id, at_s)
+        forecast, began_s = self.forecasts.answered(run_id, workflow, history, tokens)
+        if forecast is not None:
+            self._publish(run_id, workflow, forecast, began_s)
 
     def run_ended(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        if self._memo is None or self._fills:
-            self.predictor.observe(workflow, history, None)
-            self._called.pop(run_id, None)
+        self.forecasts.ended(run_id, workflow, history)
         self.index.end(run_id, at_s)
 
-    def _observe_wait(self, workflow: str, history: Sequence[str], seconds: float) -> None:
-        self.predictor.observe_wait(workflow, history[-2], history[-1], seconds)
-
-    def _forecast(self, run_id: str, workflow: str, history: Sequence[str]) -> Forecast | None:
-        if self._agents is None:
-            return self.predictor.forecast(workflow, history, FORECAST_HORIZON)
-        times = None if self._future is None else self._future.get(run_id)
-        return true_forecast(self._agents[run_id], len(history), times)
-
-
-def true_forecast(
-    agents: Sequence[str], made: int, times_s: Sequence[float] | None = None, horizon: int = ORACLE_HORIZON
-) -> Forecast:
-    """The forecast that knows: after `made` calls the run goes on with agents[made:] at times_s[made:], then ends."""
-    names = tuple(dict.fromkeys(agents))
-    ahead = agents[made : made + horizon]
-    k = max(1, min(horizon, len(agents) - made + 1))
-    step = np.zeros((k, len(names) + 1))
-    for i in range(k):
-        step[i, names.index(ahead[i]) if i < len(ahead) else len(names)] = 1.0
-    wait = None
-    if times_s is not None:
-        starts = [times_s[made + i] - times_s[made - 1] for i in range(len(ahead))]
-        wait = np.array([*starts, *([starts[-1] if starts else 0.0] * (k - len(ahead)))])
-    return Forecast(names, step, wait)
-
-
-def with_noise(forecast: Forecast, share: float) -> Forecast:
-    """Paper Eq. 5: (1 - lambda) P + lambda U, U uniform over the agents; END keeps its probability."""
-    step = forecast.step.copy()
-    alive = step[:, :-1].sum(1, keepdims=True)
-    step[:, :-1] = (1 - share) * step[:, :-1] + share * alive / len(forecast.agents)
-    return Forecast(forecast.agents, step, forecast.wait_s)
+    def _publish(self, run_id: str, workflow: str, forecast: Forecast, made_s: float) -> None:
+        self._version += 1
+        self.index.update(run_id, forecast, version=self._version, at_s=made_s, workflow=workflow)
 
 
 def _cache() -> type[Any]:

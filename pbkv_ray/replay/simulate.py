@@ -160,7 +160,8 @@ class Simulation:
 
     def _ended(self, run: int, call: int) -> None:
         item = self.workload.runs[run]
-        self.driver.call_finished(item.run_id, item.workflow, item.agents[: call + 1], self.now)
+        tokens = item.calls[call].output_tokens
+        self.driver.call_finished(item.run_id, item.workflow, item.agents[: call + 1], tokens, self.now)
         if call + 1 < len(item.calls):
             self._push(self.now + self.waits.wait_s(item, call + 1, self.seed), run, call + 1)
             self._start_held()  # the limit may have grown

@@ -1,5 +1,7 @@
 """One run told event by event; what the controller answers is asserted whole."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,7 @@ class FakePredictor:
 
         self.graphs: list[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]] = []
         self.waits: list[tuple[str, str, str, float]] = []
+        self.answers: list[tuple[tuple[str, ...], tuple[int | None, ...], str | None]] = []
 
     def prior(self, workflow, agents, edges):
         self.graphs.append((workflow, tuple(agents), tuple(edges)))
@@ -44,6 +47,12 @@ class FakePredictor:
 
     def observe(self, workflow, history, following, run_id=""):
         self.taught.append((workflow, tuple(history), following))
+
+    def observe_answers(self, workflow, history, lengths, following):
+        self.answers.append((tuple(history), tuple(lengths), following))
+
+    def refined(self, workflow, agent, tokens, forecast):
+        return replace(forecast, step=forecast.step[::-1]) if tokens > 100 else forecast
 
     def forecast(self, workflow, history, horizon):
         return self.forecast_made if workflow == "swe" else None
@@ -170,6 +179,41 @@ def test_beyond_a_rate_calls_teach_nothing_and_are_counted():
         controller.handle(CallStarted("r1", f"agent {n}", n, f"c{n}", at_s))
     taught = [following for _, _, following in predictor.taught]
     assert (taught, controller.counts["calls_not_learned"]) == (["agent 0", "agent 1", "agent 4"], 2)
+
+
+def test_the_length_of_an_answer_is_learned_and_changes_what_is_expected():
+    controller, predictor = make_controller()
+    made, turned = predictor.forecast_made, predictor.forecast_made.step[::-1].tolist()
+    controller.handle(RunStarted("r1", "swe", 0.0), CallStarted("r1", "planner", 1, "c1", 1.0))
+    assert controller.handle(CallFinished("r1", "planner", 1, "c1", 2.0, "stop", 500, 20)) == []  # it says nothing
+    assert controller.handle(CallStarted("r1", "coder", 2, "c2", 3.0)) == [PublishForecast("r1", 2, made, 3.0)]
+    (refined,) = controller.handle(CallFinished("r1", "coder", 2, "c2", 4.0, "stop", 600, 900))
+    assert (refined.version, refined.at_s, refined.forecast.step.tolist()) == (3, 3.0, turned)
+    controller.handle(RunEnded("r1", "completed", 5.0))
+    assert predictor.answers == [
+        ((), (), "planner"),
+        (("planner",), (20,), "coder"),
+        (("planner", "coder"), (20, 900), None),
+    ]
+
+
+def test_the_answer_of_an_aborted_call_or_of_one_of_several_at_a_time_changes_nothing():
+    controller, predictor = make_controller()
+    controller.handle(RunStarted("r1", "swe", 0.0), CallStarted("r1", "a", 1, "c1", 1.0))
+    assert controller.handle(CallFinished("r1", "a", 1, "c1", 2.0, "abort", 500, 900)) == []
+    controller.handle(CallStarted("r1", "b", 2, "c2", 3.0), CallStarted("r1", "b", 2, "c3", 3.0))
+    assert controller.handle(CallFinished("r1", "b", 2, "c2", 4.0, "stop", 500, 900)) == []
+    (refined,) = controller.handle(CallFinished("r1", "b", 2, "c3", 5.0, "stop", 500, 901))  # nothing else is awaited
+    assert refined.version == 3
+    controller.handle(RunEnded("r1", "completed", 6.0))
+    assert predictor.answers[-1] == (("a", "b", "b"), (None, None, 901), None)
+
+
+def test_calls_that_start_and_finish_in_one_batch_bring_one_forecast():
+    controller, predictor = make_controller()
+    events = CallStarted("r1", "a", 1, "c1", 1.0), CallFinished("r1", "a", 1, "c1", 2.0, "stop", 500, 900)
+    (refined,) = controller.handle(RunStarted("r1", "swe", 0.0), *events)
+    assert (refined.version, refined.forecast.step.tolist()) == (1, predictor.forecast_made.step[::-1].tolist())
 
 
 def test_an_engine_is_credited_only_under_the_epoch_with_which_it_joined():

@@ -22,8 +22,9 @@ class Prompts:
         self.learned.check_invariants()
         return shared // 16
 
-    def rates(self, *agents: str) -> Rates:
-        return self.learned.rates("flow", agents)
+    def rates(self, *agents: str, run: str = "") -> Rates:
+        """What is known of the agents in any call of the run, or in the next one of `run`."""
+        return self.learned.rates("flow", agents, self.paths.get(run, ()), run)
 
 
 def test_chained_hashes_agree_on_a_prefix_and_nowhere_else() -> None:
@@ -94,15 +95,34 @@ def test_who_called_last_tells_which_context_is_next() -> None:
                 prompts.call(f"r{run}", "reviewer", f"{phase}{run:02}{turn}")
                 prompts.call(f"r{run}", "coder", f"C{phase}{run:02}{turn}")
             prompts.call(f"r{run}", "tester", f"T{phase}{run:02}")
-    follows, begins = (
-        prompts.learned.rates("flow", ["reviewer"], path).next[0, 0, 0]
-        for path in (("reviewer", "coder"), ("coder", "tester"))
-    )
-    assert follows > 0.9
-    assert begins < 0.1
-    assert prompts.learned.rates("flow", ["reviewer"], ("who", "ever")).next[0, 0, 0] == pytest.approx(
+    prompts.call("now", "reviewer", "xnow")
+    prompts.call("now", "coder", "Cxnow")
+    assert prompts.rates("reviewer", run="now").next[0, 0, 0] > 0.9
+    prompts.call("now", "reviewer", "xnowab")
+    prompts.call("now", "coder", "Cxnowab")
+    prompts.call("now", "tester", "Txnow")
+    assert prompts.rates("reviewer", run="now").next[0, 0, 0] < 0.1
+    prompts.call("other", "stranger", "Snow")
+    assert prompts.rates("reviewer", run="other").next[0, 0, 0] == pytest.approx(
         prompts.rates("reviewer").kind[BACK, 0, 0]
     )
+
+
+def test_whose_prompt_a_call_went_on_with_tells_what_the_agents_alone_do_not() -> None:
+    """Reviewer and coder in turn. If the coder went on with the reviewer's prompt, so does the reviewer; if the coder
+    began anew, so does the reviewer."""
+    prompts = Prompts()
+    after_answer, after_new = [], []
+    for run in range(30):
+        for turn in "xyz":
+            prompts.call(f"r{run}", "reviewer", f"{turn}{run:02}")
+            prompts.call(f"r{run}", "coder", f"{turn}{run:02}ab")
+            after_answer.append(float(prompts.rates("reviewer", run=f"r{run}").next[0, 0, 0]))
+            prompts.call(f"r{run}", "reviewer", f"{turn}{run:02}cd")
+            prompts.call(f"r{run}", "coder", f"C{turn}{run:02}")
+            after_new.append(float(prompts.rates("reviewer", run=f"r{run}").next[0, 0, 0]))
+    assert min(after_answer[30:]) > 0.9
+    assert max(after_new[30:]) < 0.1
 
 
 def test_three_contexts_in_turn_come_back_to_what_was_left_twice() -> None:
@@ -145,13 +165,14 @@ def test_who_called_before_tells_whose_prompt_is_handed_over() -> None:
             prompts.call(f"r{run}", "reviewer", f"R{turn}{run:02}")
             prompts.call(f"r{run}", "coder", f"R{turn}{run:02}ab")
     agents = ["reviewer", "coder"]
-    twice, once = (
-        prompts.learned.rates("flow", agents, path).handed[0, 1]
-        for path in (("reviewer", "reviewer"), ("coder", "reviewer"))
-    )
-    assert twice > 0.9
-    assert once < 0.1
-    strangers = prompts.learned.rates("flow", agents, ("who", "ever"))
+    for agent, prompt in (("reviewer", "Q"), ("coder", "C"), ("reviewer", ""), ("reviewer", "R")):
+        prompts.call("now", agent, f"{prompt}xnow")
+    assert prompts.rates(*agents, run="now").handed[0, 1] > 0.9
+    prompts.call("now", "coder", "Rxnowab")
+    prompts.call("now", "reviewer", "Qynow")
+    assert prompts.rates(*agents, run="now").handed[0, 1] < 0.1
+    prompts.call("other", "stranger", "Snow")
+    strangers = prompts.rates(*agents, run="other")
     assert strangers.handed.tolist() == strangers.cross[0].tolist()
 
 
@@ -166,9 +187,11 @@ def test_many_agents_that_hand_over_leave_room_for_what_each_comes_back_to() -> 
             path = (*path[-1:], agent)
     for agent in agents:  # never anything again, after b
         for run in range(40, 60):
-            prompts.observe("flow", f"r{run}", agent, ("b",), [run])
-            prompts.observe("flow", f"r{run}", agent, ("b",), [-run])
-    learned = prompts.rates("flow", agents, ("b",)).next[0, 0]
+            prompts.observe("flow", f"{agent}-{run}", agent, (), [run])
+            prompts.observe("flow", f"{agent}-{run}", "b", (agent,), [1_000 + run])
+            prompts.observe("flow", f"{agent}-{run}", agent, (agent, "b"), [-run])
+    prompts.observe("flow", "now", "b", (), [1])
+    learned = prompts.rates("flow", agents, ("b",), "now").next[0, 0]
     assert (learned < 0.5).all()
 
 

@@ -23,6 +23,11 @@ class FakePredictor:
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None: ...
 
+    def observe_answers(self, workflow: str, history: Any, lengths: Any, following: str | None) -> None: ...
+
+    def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
+        return forecast
+
     def forecast(self, workflow: str, history: Any, horizon: int) -> Forecast:
         step = np.full((horizon, len(AGENTS) + 1), 0.04)
         step[:, (AGENTS.index(history[-1]) + 1) % len(AGENTS)] = 0.8

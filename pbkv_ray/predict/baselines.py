@@ -44,11 +44,12 @@ class Majority:
 
 
 class Counts:
-    """`VariableOrderCounts` fed with whole runs, one after the other."""
+    """`VariableOrderCounts` fed with whole runs, one after the other. `answered`: its forecasts at the calls' ends,
+    when the lengths of their answers are known."""
 
-    def __init__(self, train: Sequence[Run], options: CountsOptions) -> None:
+    def __init__(self, train: Sequence[Run], options: CountsOptions, answered: bool = False) -> None:
         self.counts = VariableOrderCounts(options)
-        self._horizon = options.horizon
+        self._horizon, self._answered = options.horizon, answered
         self.complete(train)
 
     def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
@@ -57,14 +58,19 @@ class Counts:
             histories = [run.agents[: i + 1] for i in range(len(run.agents))]
             forecasts = self.counts.forecasts(run.workflow, histories, self._horizon)
             known = [f for f in forecasts if f is not None]
+            if self._answered:
+                tokens = run.output_tokens.tolist()
+                calls = zip(run.agents, tokens, known, strict=True)
+                known = [self.counts.refined(run.workflow, *call) for call in calls]
             steps.append(expand(np.stack([f.step for f in known]), known[0].agents, agents))
         return np.concatenate(steps)
 
     def complete(self, validation: Sequence[Run]) -> None:
         for run in validation:
-            for i, agent in enumerate(run.agents):
-                self.counts.observe(run.workflow, run.agents[:i], agent)
-            self.counts.observe(run.workflow, run.agents, None)
+            tokens = run.output_tokens.tolist()
+            for i, following in enumerate((*run.agents, None)):
+                self.counts.observe(run.workflow, run.agents[:i], following)
+                self.counts.observe_answers(run.workflow, run.agents[:i], tokens[:i], following)
 
 
 @dataclass
@@ -100,9 +106,9 @@ def mixtures(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> d
 def candidates(runs: Sequence[Run], horizon: int, train: TrainOptions) -> dict[str, Fit]:
     """Name -> fit. Models that read text are there when every run has hidden states."""
 
-    def counts(order: int, visits: int) -> Fit:
+    def counts(order: int, visits: int, answered: bool = False) -> Fit:
         options = CountsOptions(order=order, visits=visits, horizon=horizon)
-        return lambda runs, _: Counts(runs, options)
+        return lambda runs, _: Counts(runs, options, answered)
 
     def net(graph: bool, path_features: bool, *signals: str) -> Fit:
         widths = {name: runs[0].hidden[name].shape[1] for name in signals}
@@ -115,6 +121,7 @@ def candidates(runs: Sequence[Run], horizon: int, train: TrainOptions) -> dict[s
         "counts of order 2": counts(2, 0),
         "counts of order 3": counts(3, 0),
         "variable-order counts": counts(8, 4),
+        "variable-order counts at the end of a call": counts(8, 4, answered=True),
         "mlp": net(False, True),
         "path only": net(True, False),
         "graphsage": net(True, True),

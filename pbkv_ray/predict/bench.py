@@ -93,8 +93,11 @@ def bench(
     for name in ("counts", "counts and net"):
         served = Served(options=ServingOptions(slow_s=1e9))
         for path in learned:
+            tokens = generator.integers(1, 1_000, len(path)).tolist()
             for i in range(len(path) + 1):
-                served.observe("bench", path[:i], path[i] if i < len(path) else None)
+                following = path[i] if i < len(path) else None
+                served.observe("bench", path[:i], following)
+                served.observe_answers("bench", path[:i], tokens[:i], following)
             for agent, following in pairwise(path):
                 served.observe_wait("bench", agent, following, float(generator.lognormal()))
         if name != "counts":
@@ -120,11 +123,15 @@ def _measured(served: Served, name: str, asked: list[list[tuple[str, ...]]]) -> 
     def observe(i: int) -> None:
         served.observe("bench", asked[i][0][:-1], asked[i][0][-1])
 
-    together(0)
+    def answered(i: int) -> object:
+        return [served.refined("bench", run[-1], 7 * n, made[n]) for n, run in enumerate(asked[i])]
+
+    made = [forecast for forecast in served.forecasts("bench", asked[0], HORIZON) if forecast is not None]
     return {
         f"{name}, {len(asked[0])} runs at once": measure(together, len(asked)),
         f"{name}, one run": measure(one, len(asked)),
         f"{name}, observe": measure(observe, len(asked)),
+        f"{name}, {len(asked[0])} answers": measure(answered, len(asked)),
     }
 
 

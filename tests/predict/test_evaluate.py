@@ -52,6 +52,7 @@ def test_all_models_are_compared(tmp_path: Path) -> None:
         "counts of order 2",
         "counts of order 3",
         "variable-order counts",
+        "variable-order counts at the end of a call",
         "mlp",
         "path only",
         "graphsage",

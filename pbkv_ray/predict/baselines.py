@@ -92,10 +92,11 @@ class Net:
 def mixtures(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> dict[str, Any]:
     """For config.json: [K] weight of the net in service, against counts that have seen the same runs; `mixture` at the
     start of a call, `mixture_later` at its later stages."""
-    counted = Counts(train, CountsOptions(horizon=model.net.options.horizon)).probability(validation, model.agents)
+    options = CountsOptions(horizon=model.net.options.horizon)
     label = labels_of(validation, model.agents, model.net.options.horizon)
 
     def weight(stage: Stage) -> list[float]:
+        counted = Counts(train, options, answered=stage == "finished").probability(validation, model.agents)
         own = scale(Net(model, stage).probability(validation, model.agents), model.temperature)
         return [float(share) for share in fit_mixture(counted, own, label)]
 

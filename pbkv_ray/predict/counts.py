@@ -134,14 +134,19 @@ class VariableOrderCounts:
         expected = self.expected(workflow, histories, horizon)
         return [None] * len(histories) if expected is None else [*expected.forecasts()]
 
-    def expected(self, workflow: str, histories: Sequence[Sequence[str]], horizon: int) -> Expected | None:
-        """`forecasts` as whole arrays."""
+    def expected(
+        self, workflow: str, histories: Sequence[Sequence[str]], horizon: int, answers: Sequence[int | None] = ()
+    ) -> Expected | None:
+        """`forecasts` as whole arrays; `refined` by the output tokens of their last calls, where `answers` has them."""
         known = self._workflows.get(workflow)
         if known is None or not known.columns or not histories:
             return None
         columns, ends = known.flat(histories)
         steps = known.steps(columns, ends, horizon)
         agents = tuple(known.columns)
+        for i, tokens in enumerate(answers):
+            if tokens is not None:
+                steps[i] = self.refined(workflow, histories[i][-1], tokens, Forecast(agents, steps[i])).step
         waits = known.waits.expected([history[-1] if history else None for history in histories], agents, steps)
         return Expected(agents, steps, waits, columns, ends)
 

@@ -17,6 +17,7 @@ from pbkv_ray.predict.train import TrainOptions
 
 HORIZON = 10
 COUNTS, NET = "variable-order counts", "graphsage"
+COUNTS_AT_END = "variable-order counts at the end of a call"  # the length of its answer is known
 AT_START = "graphsage at the start of a call"  # the same net, without what only the finished call tells
 SERVED, SERVED_AT_START = "served (counts and graphsage)", "served at the start of a call"
 _DERIVED = {AT_START: NET, SERVED: NET, SERVED_AT_START: NET}
@@ -100,12 +101,14 @@ def _fold(
 ) -> None:
     train, validation, test = parts
     held = _labels(validation, agents)
-    needed = {*names, *((COUNTS, NET) if any(name in _DERIVED for name in names) else ())} if names else {*known}
+    base = (COUNTS, COUNTS_AT_END, NET)
+    needed = {*names, *(base if any(name in _DERIVED for name in names) else ())} if names else {*known}
     kept: dict[str, tuple[Array, Array]] = {}  # (validation, test) as they serve: counts as they are, nets calibrated
 
     def answer(name: str, before: Array, plain: Array) -> None:
         temperature = fit_temperature(before, held)
-        kept[name] = (before, plain) if name == COUNTS else (scale(before, temperature), scale(plain, temperature))
+        counted = name in (COUNTS, COUNTS_AT_END)
+        kept[name] = (before, plain) if counted else (scale(before, temperature), scale(plain, temperature))
         if not names or name in names:
             answers.setdefault(name, _Answers()).add(plain, temperature)
 
@@ -121,10 +124,10 @@ def _fold(
             answer(AT_START, begun.probability(validation, agents), begun.probability(test, agents))
         if progress:
             progress(name)
-    if COUNTS in kept and NET in kept:
-        for name, net in ((SERVED, NET), (SERVED_AT_START, AT_START)):
-            weight = fit_mixture(kept[COUNTS][0], kept[net][0], held)
-            answer(name, *(mix(kept[COUNTS][part], kept[net][part], weight) for part in (0, 1)))
+    if all(name in kept for name in base):
+        for name, counts, net in ((SERVED, COUNTS_AT_END, NET), (SERVED_AT_START, COUNTS, AT_START)):
+            weight = fit_mixture(kept[counts][0], kept[net][0], held)
+            answer(name, *(mix(kept[counts][part], kept[net][part], weight) for part in (0, 1)))
 
 
 def _figures(answers: dict[str, list[_Answers]], truth: Sequence[Ints]) -> dict[str, dict[str, Any]]:

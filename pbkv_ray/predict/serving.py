@@ -176,7 +176,8 @@ class Served:
         desk = self._desks.get(workflow)
         if desk is None or not all(histories):
             return None
-        plain = self.counts.expected(workflow, histories, horizon)
+        answers = [None if call is None else call.output_tokens for call in calls]
+        plain = self.counts.expected(workflow, histories, horizon, answers)
         if plain is None:
             return None
         own = [tuple(history) for history in histories]

@@ -50,6 +50,30 @@ def test_a_better_net_joins_after_it_was_seen_to_be_better() -> None:
     assert served.counters["forecasts_net"] > 0
 
 
+def test_the_net_is_mixed_into_what_the_length_of_the_answer_has_made_of_the_counts() -> None:
+    served = Served(options=ServingOptions(least=20))
+    for following, tokens in [("x", 5), ("y", 900)] * 20:
+        for made in range(3):
+            path = ("a", following)[:made]
+            after = ("a", following, None)[made]
+            served.observe("swe", path, after)
+            served.observe_answers("swe", path, [tokens, 1][:made], after)
+    served.install("swe", net(after_a([0, 0.5, 0.5, 0])))
+    facts = [CallFacts(output_tokens=5), CallFacts(output_tokens=900), None]
+
+    def likely_x() -> list[float]:
+        made = served.forecasts("swe", ["a", "a", "a"], 10, facts)
+        return [float(f.step[0, f.agents.index("x")]) for f in made if f is not None]
+
+    plain = served.counts.forecast("swe", "a", 10)
+    assert plain is not None
+    refined = [served.refined("swe", "a", tokens, plain).step[0, plain.agents.index("x")] for tokens in (5, 900)]
+    assert likely_x() == pytest.approx([*refined, 0.5], abs=0.01)  # the gate is closed: counts alone
+    served.gates()["swe"].open = True
+    short, long, unknown = likely_x()
+    assert refined[0] > short > unknown > long > refined[1]  # the net, which takes both for as likely, is mixed in
+
+
 def test_a_net_that_drifts_leaves_and_may_come_back() -> None:
     served = Served(options=ServingOptions(least=10, memory=20))
     live(served, *["ax", "ay"] * 20)

@@ -7,8 +7,11 @@ pool and on what the engine is short of: where tools and decode dominate, thrash
 So the rule watches one quantity, the share of the engine's time that goes into computing again what it had evicted.
 Below `low` the limit grows by one, once the runs in flight have made `patience` of their usual calls: a run that was
 let in shows what it costs only when it has grown. Above `high` it shrinks by one each time every run has called once.
-How much could go wrong is known beforehand: the share of time that prefill would take if no prompt found anything.
-The nearer that is to `high`, the sooner the limit grows: where prompts are cheap, waiting costs more than thrash could.
+How much could go wrong is known beforehand. With n runs a call takes the engine rest / n + prefill, and the rest,
+decoding and waiting for tools, is what more runs share. At worst no prompt finds anything; as long as the prefill of
+whole prompts takes no more time than the rest, waiting is taken to cost more than thrash could, whatever the policy.
+Up to that number, `bearable`, the limit grows without asking what thrash costs, and thrash does not shrink it below; it
+rests there while the number stays, and goes beyond as above once the number has been under it for that long.
 It starts at the number of runs whose mean live set, half of what a run holds when it ends, fits the pool. Only new
 runs are held back, never the calls of running ones.
 """
@@ -49,9 +52,9 @@ class Admission:
         self._ended = 0.0
         self._calls_per_run = 0.0
         self._prompt_tokens = 0.0  # of a call, mean over ended runs
-        self._count = self._token_s = 0.0  # decaying sums over calls: how many, and seconds a token
+        self._count = self._token_s = self._flight = 0.0  # decaying sums over calls: how many, s a token, runs
         self._quiet = self._calls = 0  # calls since the limit grew, and since it moved at all
-        self._again_s = self._span_s = 0.0  # decaying sums
+        self._again_s = self._computed_s = self._span_s = 0.0  # decaying sums
         self._since_s: float | None = None
         self._adapted = False
 
@@ -66,45 +69,50 @@ class Admission:
         return self._again_s / self._span_s if self._span_s > 0 else 0.0
 
     @property
-    def worst(self) -> float:
-        """The share of recent time that thrash could take at most: if every prompt were computed from its start."""
-        if self._span_s <= 0 or self._prompt_tokens <= 0:
-            return 1.0
-        return min(1.0, self._token_s * self._prompt_tokens / self._span_s)
+    def bearable(self) -> float:
+        """Runs with which prefill would take half of the time if every prompt were computed from its start. 0 before a
+        run has ended."""
+        whole_s = self._token_s * self._prompt_tokens
+        if whole_s <= 0 or self._span_s <= 0:
+            return 0.0
+        return self._flight / self._count * max(0.0, self._span_s - self._computed_s) / whole_s
 
-    def called(self, again_s: float, token_s: float, now_s: float, in_flight: int) -> None:
-        """A call was served: `again_s` seconds of its prefill were for tokens that the cache had held before; computing
-        one token of such a prompt takes `token_s`."""
+    def called(self, again_s: float, computed_s: float, token_s: float, now_s: float, in_flight: int) -> None:
+        """A call was served: its prefill took `computed_s`, `again_s` of it for tokens that the cache had held before;
+        computing one token of such a prompt takes `token_s`."""
         if self._since_s is None:
             self._since_s = now_s
         keep = 1.0 - 0.5 / max(1, in_flight)  # remembers about two calls of every run
         self._again_s = keep * self._again_s + again_s
+        self._computed_s = keep * self._computed_s + computed_s
         gap_s = max(0.0, now_s - self._since_s)
         # A pause says nothing of how busy the engine is when there are calls; runs that begin together are no pause.
         if self._count >= max(4, in_flight):
             gap_s = min(gap_s, _PAUSE * self._span_s / self._count)
         self._span_s = keep * self._span_s + gap_s
         self._count = keep * self._count + 1.0
+        self._flight = keep * self._flight + in_flight  # newcomers have not called as often yet
         self._since_s = max(now_s, self._since_s)
         self._token_s = keep * self._token_s + token_s
         self._calls += 1
         self._quiet += 1
-        if self.thrash > self.options.high:
+        full, bearable = in_flight >= self.limit, self.bearable
+        if self._limit < bearable:
+            if full:  # as fast as the figures forget: early ones, of short prompts, promise too much
+                self._move(self._limit + (1.0 - keep) * (bearable - self._limit))
+        elif self.thrash > self.options.high:
             self._quiet = 0
             if self._calls >= max(4, in_flight):
                 # Runs above the limit are still there: shrink from where we are, not from where we wished to be.
-                self._limit = max(1.0, min(self._limit, in_flight) - 1.0)
-                self._calls, self._adapted = 0, True
-        elif self.thrash < self.options.low and in_flight >= self.limit:
-            usual, doubt = self.options.patience * self._calls_per_run, self._doubt
-            if self._quiet >= max(doubt * in_flight * max(1.0, usual), min(4.0, 16.0 * doubt)):
-                self._limit = min(float(self.options.most), self._limit + 1.0)
-                self._calls, self._quiet, self._adapted = 0, 0, True
+                self._move(max(bearable, min(self._limit, in_flight) - 1.0))
+        elif self.thrash < self.options.low and full:
+            usual = self.options.patience * self._calls_per_run
+            if self._quiet >= max(4.0, in_flight * max(1.0, usual)):
+                self._move(self._limit + 1.0)
 
-    @property
-    def _doubt(self) -> float:
-        """From 0, where even the worst thrash would be bearable, to 1."""
-        return max(0.0, self.worst - self.options.high) / (1.0 - self.options.high)
+    def _move(self, limit: float) -> None:
+        self._limit = max(1.0, min(float(self.options.most), limit))
+        self._calls, self._quiet, self._adapted = 0, 0, True
 
     def ended(self, footprint_tokens: int, calls: int, prompt_tokens: int) -> None:
         """A run has ended that held so many unique tokens and made so many calls, of so many tokens in all. Also for

@@ -58,7 +58,7 @@ class Gate:
         if self._speeds:
             # Calls that waited in a queue make prefill look slow: the faster ones say how fast it is.
             token_s = 1.0 / float(np.quantile(self._speeds, 0.75)) / self._engines
-            self.rule.called(again * token_s, token_s, event.at_s, len(self._live))
+            self.rule.called(again * token_s, computed * token_s, token_s, event.at_s, len(self._live))
 
     def ended(self, run_id: str) -> None:
         """The run has ended, or this runner has lost it."""

@@ -266,15 +266,20 @@ class Simulation:
         request = call.request
         self.outcome.hits.add(agent, call.prompt_tokens, request.device_hit * unit, request.host_hit * unit)
         if self.admission is not None:
-            again = max(0, call.seen - request.device_hit - request.host_hit) * unit
-            seconds = again * (self.cost.token_s + (call.prompt_tokens - again / 2) * self.cost.pair_s)
+            found = request.device_hit + request.host_hit
+            again = self._last_s(call, max(0, call.seen - found) * unit)
+            computed = self._last_s(call, max(0, call.prompt_tokens - found * unit))
             token_s = self.cost.token_s + call.prompt_tokens / 2 * self.cost.pair_s
-            self.admission.called(seconds, token_s, self.now, self._in_flight)
+            self.admission.called(again, computed, token_s, self.now, self._in_flight)
         call.done_tokens = 1
         if call.done_tokens >= call.output_tokens:
             self._finish(call)
         else:
             self._running.append(call)
+
+    def _last_s(self, call: _Call, tokens: int) -> float:
+        """Seconds for computing the last tokens of a prompt."""
+        return tokens * (self.cost.token_s + (call.prompt_tokens - tokens / 2) * self.cost.pair_s)
 
     def _decode(self) -> bool:
         """Decode steps up to the next arrival or the next call that is done."""

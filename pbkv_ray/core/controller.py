@@ -194,7 +194,7 @@ class Controller:
                 self._predictor.observe_wait(run.workflow, run.history[-1], event.agent, waited_s)
         run.history.append(event.agent)
         run.answers.append(None)
-        run.called_s = event.at_s
+        run.called_s, run.reforecast = event.at_s, False
         self._due[run.run_id] = event.at_s, True
         return []
 
@@ -223,7 +223,8 @@ class Controller:
         """The run waits for none of its calls now: how long the last answer was says more about what comes next."""
         if run.called_s is not None and run.history[-1] == event.agent:
             run.answers[-1] = event.output_tokens
-            if self._allowance >= 1:  # not when calls come so fast that most are not learned from
+            # Not when calls come so fast that most are not learned from.
+            if self._allowance >= 1 and not run.reforecast:
                 self._due.setdefault(run.run_id, (run.called_s, False))
 
     def _may_learn(self, at_s: float) -> bool:
@@ -266,7 +267,7 @@ class Controller:
             self.counts["forecasts_late"] += 1
             return []
         self._due.pop(event.run_id, None)  # this one knows more than what would be published now
-        run.version += 1
+        run.version, run.reforecast = run.version + 1, True
         return [PublishForecast(run.run_id, run.version, event.forecast, event.at_s)]
 
     # Replicas.

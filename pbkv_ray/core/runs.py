@@ -51,6 +51,7 @@ class Run:
     called_s: float | None = None  # when the last call started
     home: str | None = None
     version: int = 0
+    reforecast: bool = False  # a `Reforecast` has come since the last call: it is made again by whoever made that
     totals: Totals = field(default_factory=Totals)
 
 

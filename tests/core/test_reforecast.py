@@ -5,10 +5,11 @@ import numpy as np
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.actions import PublishForecast, RetireRun
 from pbkv_ray.core.controller import Controller
-from pbkv_ray.core.events import CallStarted, CallState, Event, Reforecast, RunEnded, RunStarted
+from pbkv_ray.core.events import CallFinished, CallStarted, CallState, Event, Reforecast, RunEnded, RunStarted
 from pbkv_ray.core.forecast import Forecast
 
 COUNTED = Forecast(("coder",), np.array([[0.5, 0.5]]))
+COUNTED_AT_END = Forecast(("coder",), np.array([[0.7, 0.3]]))
 BETTER = Forecast(("coder",), np.array([[0.9, 0.1]]))
 SWE = RunStarted("r1", "swe", 1.0, ("coder",), (("coder", "coder"),))
 
@@ -23,7 +24,7 @@ class FakePredictor:
     def observe_answers(self, workflow, history, lengths, following): ...
 
     def refined(self, workflow, agent, tokens, forecast):
-        return forecast
+        return COUNTED_AT_END
 
     def forecast(self, workflow, history, horizon):
         return COUNTED
@@ -51,6 +52,15 @@ def test_a_better_forecast_replaces_the_first_one_unless_it_comes_after_the_next
         RetireRun("r1", 4.0)
     ]
     assert (controller.counts["forecasts_late"], controller.counts["events_late"]) == (1, 1)
+
+
+def test_an_answer_brings_what_counts_make_of_its_length_unless_something_better_came_during_the_call():
+    controller = Controller(ControllerOptions(), FakePredictor())
+    controller.handle(SWE, call(2))
+    answer = CallFinished("r1", "coder", 2, "c2", 2.9, "stop", 100, 20)
+    assert controller.handle(answer) == [PublishForecast("r1", 2, COUNTED_AT_END, 2.0)]
+    controller.handle(call(3), Reforecast("r1", 2, BETTER, 3.5))
+    assert controller.handle(CallFinished("r1", "coder", 3, "c3", 3.9, "stop", 100, 20)) == []
 
 
 def test_a_predictor_that_raises_costs_forecasts_and_nothing_else():

@@ -1,8 +1,9 @@
 """The predictor of the controller actor: counts at once, and the net's better answer when it is there.
 
-At the start of a call the controller publishes what counts expect. The net is asked then, again when the hidden state
-of the call's last prefill token is there, when the call has finished, and when the state of its last decoded token
-is there; its answers come back as `Reforecast` events. Nothing of this is waited for.
+At the start of a call the controller publishes what counts expect, and again when it has been answered. The net is
+asked then, again when the hidden state of the call's last prefill token is there, when the call has finished, and
+when the state of its last decoded token is there; its answers come back as `Reforecast` events. Nothing of this is
+waited for.
 """
 
 import asyncio
@@ -111,5 +112,6 @@ class Prediction:
         facts = CallFacts(call.prompt_tokens, call.output_tokens, dict(call.hidden))
         self._background.submit(run.run_id, run.workflow, tuple(run.history), facts)
 
-    def _answered(self, run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
-        self._take(Reforecast(run_id, len(history), forecast, time()))
+    def _answered(self, run_id: str, history: tuple[str, ...], call: CallFacts | None, forecast: Forecast) -> None:
+        answered = call is not None and call.output_tokens is not None
+        self._take(Reforecast(run_id, len(history), forecast, time(), answered))

@@ -10,17 +10,17 @@ let in shows what it costs only when it has grown. Above `high` it shrinks by on
 How much could go wrong is known beforehand. With n runs a call takes the engine rest / n + prefill, and the rest,
 decoding and waiting for tools, is what more runs share. At worst no prompt finds anything; as long as the prefill of
 whole prompts takes no more time than the rest, waiting is taken to cost more than thrash could, whatever the policy.
-Up to that number, `bearable`, the limit grows without asking what thrash costs, and thrash does not shrink it below; it
-rests there while the number stays, and goes beyond as above once the number has been under it for that long.
-It starts at the number of runs whose mean live set, half of what a run holds when it ends, fits the pool. Only new
-runs are held back, never the calls of running ones.
+Up to that number, `bearable`, the limit grows without asking what thrash costs, by a quarter a call at most, and thrash
+does not shrink it below; it rests there while the number stays, and goes beyond as above once the number has been
+under it for that long. It starts at the number of runs whose mean live set, half of what a run holds when it ends,
+fits the pool. Only new runs are held back, never the calls of running ones.
 """
 
 from dataclasses import dataclass
 
 from pbkv_ray.errors import ConfigError
 
-_PAUSE = 16.0  # times the mean gap between calls
+_PAUSE = 8.0  # times the mean gap between calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Admission:
         self._calls_per_run = 0.0
         self._prompt_tokens = 0.0  # of a call, mean over ended runs
         self._count = self._token_s = self._flight = 0.0  # decaying sums over calls: how many, s a token, runs
-        self._quiet = self._calls = 0  # calls since the limit grew, and since it moved at all
+        self._quiet = self._calls = self._served = 0  # calls since the limit grew, since it moved at all, and ever
         self._again_s = self._computed_s = self._span_s = 0.0  # decaying sums
         self._since_s: float | None = None
         self._adapted = False
@@ -87,19 +87,20 @@ class Admission:
         self._computed_s = keep * self._computed_s + computed_s
         gap_s = max(0.0, now_s - self._since_s)
         # A pause says nothing of how busy the engine is when there are calls; runs that begin together are no pause.
-        if self._count >= max(4, in_flight):
+        if self._served >= max(4, in_flight):
             gap_s = min(gap_s, _PAUSE * self._span_s / self._count)
         self._span_s = keep * self._span_s + gap_s
         self._count = keep * self._count + 1.0
         self._flight = keep * self._flight + in_flight  # newcomers have not called as often yet
         self._since_s = max(now_s, self._since_s)
         self._token_s = keep * self._token_s + token_s
+        self._served += 1
         self._calls += 1
         self._quiet += 1
         full, bearable = in_flight >= self.limit, self.bearable
         if self._limit < bearable:
             if full:  # as fast as the figures forget: early ones, of short prompts, promise too much
-                self._move(self._limit + (1.0 - keep) * (bearable - self._limit))
+                self._move(self._limit + min(0.25 * self._limit, (1.0 - keep) * (bearable - self._limit)))
         elif self.thrash > self.options.high:
             self._quiet = 0
             if self._calls >= max(4, in_flight):

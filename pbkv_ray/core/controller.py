@@ -16,8 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
+
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.actions import Action, PublishForecast, RetireRun
+from pbkv_ray.core.allowance import Allowance
 from pbkv_ray.core.events import (
     AgentEntered,
     AgentLeft,
@@ -43,6 +46,7 @@ MAX_SOURCES = 4_096
 _NAMES = {  # what clients may choose of an event, beside its run
     kind: tuple({"agent", "workflow", "call_id", "name"} & set(kind.__slots__)) for kind in get_args(Event)
 }
+NEWS = 0.02  # a forecast that moves by less at its first step is not told again
 RESEND_S = 30.0  # an engine that has not heard of an ending by then hears it again
 
 
@@ -67,8 +71,9 @@ class Controller:
         self._predictor = Guarded(predictor, self.counts)
         self.listeners: list[Callable[[Event], None]] = []  # told of every event that is new, once it is handled
         self._sources: OrderedDict[str, tuple[int, int]] = OrderedDict()  # -> sequence expected next, dropped so far
-        self._due: dict[str, tuple[float, bool]] = {}  # runs whose forecast is due: when they called; a new call?
-        self._allowance, self._allowed_s = float(options.max_learned_per_s), 0.0  # calls that may be learned from
+        self._due: dict[str, float] = {}  # runs that have called, and when: their forecast is due
+        self._learning = Allowance(options.max_learned_per_s)  # calls that may be learned from
+        self._answers = Allowance(options.max_learned_per_s)  # answers that may change a forecast
         self.runs = RunTable(options)
         self.replicas: dict[str, Replica] = {}
         self._handlers: dict[type, Callable[[Any], list[Action]]] = {
@@ -194,15 +199,13 @@ class Controller:
                 self._predictor.observe_wait(run.workflow, run.history[-1], event.agent, waited_s)
         run.history.append(event.agent)
         run.answers.append(None)
-        run.called_s, run.reforecast = event.at_s, False
-        self._due[run.run_id] = event.at_s, True
+        run.called_s, run.newest, run.begun = event.at_s, event.call_id, None
+        self._due[run.run_id] = event.at_s
         return []
 
     def _call_finished(self, event: CallFinished) -> list[Action]:
         run = self.runs.touch(event.run_id, event.at_s)
-        known = run.calls.pop(event.call_id, None)
-        if known is not None and not run.calls and event.reason in ("stop", "length"):
-            self._answered(run, event)
+        run.calls.pop(event.call_id, None)
         run.home = event.replica or run.home
         totals = run.totals
         totals.calls += 1
@@ -217,57 +220,59 @@ class Controller:
         self.counts["output_tokens"] += event.output_tokens
         self.counts["device_cached_tokens"] += event.device_cached_tokens
         self.counts["host_cached_tokens"] += event.host_cached_tokens
-        return []
+        if event.call_id != run.newest or event.reason not in ("stop", "length"):
+            return []
+        return self._answered(run, event.output_tokens, event.at_s)
 
-    def _answered(self, run: Run, event: CallFinished) -> None:
-        """The run waits for none of its calls now: how long the last answer was says more about what comes next."""
-        if run.called_s is not None and run.history[-1] == event.agent:
-            run.answers[-1] = event.output_tokens
-            # Not when calls come so fast that most are not learned from.
-            if self._allowance >= 1 and not run.reforecast:
-                self._due.setdefault(run.run_id, (run.called_s, False))
+    def _answered(self, run: Run, tokens: int, at_s: float) -> list[Action]:
+        """The run's newest call has got its answer: how long that was says more about what comes next."""
+        run.answers[-1] = tokens
+        if run.begun is None or run.called_s is None:
+            return []  # its forecast is yet to be made
+        if not self._answers.take(at_s):
+            self.counts["answers_not_heeded"] += 1
+            return []
+        better = self._predictor.refined(run.workflow, run.history[-1], tokens, run.begun)
+        if np.abs(better.step[0] - run.begun.step[0]).max() < NEWS:
+            return []
+        run.version += 1
+        return [PublishForecast(run.run_id, run.version, better, run.called_s)]
 
     def _may_learn(self, at_s: float) -> bool:
         """Learning costs more than all the rest. Beyond so many calls a second the others say nothing new."""
-        rate = self._options.max_learned_per_s
-        self._allowance = min(rate, self._allowance + rate * max(0.0, at_s - self._allowed_s))
-        self._allowed_s = max(self._allowed_s, at_s)
-        if self._allowance >= 1:
-            self._allowance -= 1
-            return True
-        self.counts["calls_not_learned"] += 1
-        return False
+        may = self._learning.take(at_s)
+        self.counts["calls_not_learned"] += not may
+        return may
 
     def _forecasts(self) -> list[Action]:
-        """Of the runs that have called, or been answered, since the last time: one each, many of a workflow at once."""
+        """Of the runs that have called since the last time: one each, many of a workflow at once."""
         due, self._due = self._due, {}
-        groups: dict[str, list[tuple[Run, float, bool]]] = {}
-        for run_id, (at_s, called) in due.items():
+        groups: dict[str, list[tuple[Run, float]]] = {}
+        for run_id, at_s in due.items():
             if (run := self.runs.get(run_id)) is not None:
-                groups.setdefault(run.workflow, []).append((run, at_s, called))
+                groups.setdefault(run.workflow, []).append((run, at_s))
         actions: list[Action] = []
         for workflow, calling in groups.items():
-            histories = [tuple(run.history) for run, *_ in calling]
+            histories = [tuple(run.history) for run, _ in calling]
             made = self._predictor.forecasts(workflow, histories, self._options.horizon)
-            for (run, at_s, called), forecast in zip(calling, made, strict=True):
+            for (run, at_s), forecast in zip(calling, made, strict=True):
                 if forecast is None:
-                    self.counts["forecasts_missing"] += called
+                    self.counts["forecasts_missing"] += 1
                     continue
-                better = forecast
-                if (tokens := run.answers[-1]) is not None:
-                    better = self._predictor.refined(workflow, run.history[-1], tokens, forecast)
-                if called or better is not forecast:
-                    run.version += 1
-                    actions.append(PublishForecast(run.run_id, run.version, better, at_s))
+                run.begun = forecast
+                if (tokens := run.answers[-1]) is not None:  # it has been answered in the same batch
+                    forecast = self._predictor.refined(workflow, run.history[-1], tokens, forecast)
+                run.version += 1
+                actions.append(PublishForecast(run.run_id, run.version, forecast, at_s))
         return actions
 
     def _reforecast(self, event: Reforecast) -> list[Action]:
         run = self.runs.get(event.run_id)
-        if run is None or len(run.history) != event.calls:
+        if run is None or len(run.history) != event.calls or (run.answers[-1] is not None and not event.answered):
             self.counts["forecasts_late"] += 1
             return []
         self._due.pop(event.run_id, None)  # this one knows more than what would be published now
-        run.version, run.reforecast = run.version + 1, True
+        run.version += 1
         return [PublishForecast(run.run_id, run.version, event.forecast, event.at_s)]
 
     # Replicas.

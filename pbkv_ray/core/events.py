@@ -101,12 +101,14 @@ class CallState(Record):
 @dataclass(frozen=True, slots=True)
 class Reforecast(Record):
     """A better forecast than the one at the start of the call, made off the loop; `calls`: how many the run had made
-    then. One that comes after the run's next call is too late."""
+    then, `answered`: whether it knows how long the answer was. One that comes after the run's next call is too late,
+    and so is one that does not know the answer once it is there."""
 
     run_id: str
     calls: int
     forecast: Forecast
     at_s: float
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,8 @@ class Gate:
             return None
         return (
             f"{in_flight} runs are in flight, and with one more they would hold about {holds} tokens of a cache of "
-            f"{self._pool}; {self.rule.limit} may run until one ends, as {self.rule.thrash:.0%} of the engines' time "
-            "goes into computing again what was evicted"
+            f"{self._pool}; {self.rule.limit} may run until one ends. {self.rule.thrash:.0%} of the engines' time goes "
+            "into computing again what was evicted"
         )
 
 

@@ -5,6 +5,7 @@ reads is learned once more by the call before it and by the last two: contexts t
 which one agent's prompt is the next one's, follow such patterns.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ _PRIOR = np.array([0.9, 0.8, 0.1, 0.1, 0.98])
 _CROSS_PRIOR = 0.02
 _TRUST = 4.0  # observations that the coarser estimate is worth
 _MEMORY = 256.0  # observations after which older ones fade
-_MAX_AFTER = 4_096  # per workflow, of what was left and of what is handed over; later patterns are not told apart
+_MAX_AFTER = 4_096  # per workflow, of what was left and of what is handed over: the patterns seen lately
 _MAX_NEXT = 32_768  # per workflow: rates of the next call that are kept until they are made anew
 _NOTHING = (0.0, 0.0)
 MAX_AGENTS = 64  # per workflow; later ones share the last column
@@ -32,8 +33,8 @@ class ReuseCounts:
         self._agents: dict[str, int] = {}
         self._kind: Array = np.zeros((2, KINDS, len(DEPTHS), 4))  # [weight | used, kind, class, agent]
         self._cross: Array = np.zeros((2, 2, 4, 4))  # [weight | used, private | shared, from, to]
-        self._after: dict[After, tuple[float, float]] = {}  # -> seen, used
-        self._handed: dict[After, tuple[float, float]] = {}
+        self._after: OrderedDict[After, tuple[float, float]] = OrderedDict()  # -> seen, used; seen longest ago first
+        self._handed: OrderedDict[After, tuple[float, float]] = OrderedDict()
         self._rates: tuple[Array, Array] | None = None
         self._next: dict[tuple[tuple[str, ...], tuple[str, ...], tuple[Call, ...]], tuple[Array, Array]] = {}
         self._seen = self._seen_at_rates = 0
@@ -70,10 +71,12 @@ class ReuseCounts:
         table = self._handed if what[0] == "handed" else self._after
         # In a fixed order, unlike a set's: every rank keeps the same ones.
         for key in dict.fromkeys(((*what, *trail[-1:]), (*what, *trail[-2:]))):
-            if key in table or len(table) < _MAX_AFTER:
-                seen, sum_used = table.get(key, _NOTHING)
-                fade = 0.5 if seen > _MEMORY else 1.0
-                table[key] = (fade * seen + 1.0, fade * sum_used + used)
+            seen, sum_used = table.get(key, _NOTHING)
+            fade = 0.5 if seen > _MEMORY else 1.0
+            table[key] = (fade * seen + 1.0, fade * sum_used + used)
+            table.move_to_end(key)
+            if len(table) > _MAX_AFTER:
+                table.popitem(last=False)
 
     def rates(self, agents: Sequence[str], path: tuple[str, ...], trail: tuple[Call, ...] = ()) -> Rates:
         """One column for each of `agents`; `path`: who called last, `trail`: the last two calls."""

@@ -14,6 +14,7 @@ from itertools import islice
 
 from pbkv_ray.config import ControllerOptions
 from pbkv_ray.core.events import Outcome
+from pbkv_ray.core.forecast import Forecast
 
 ANSWERS = 10  # calls of a run of which it is remembered how long the answer was
 
@@ -51,7 +52,8 @@ class Run:
     called_s: float | None = None  # when the last call started
     home: str | None = None
     version: int = 0
-    reforecast: bool = False  # a `Reforecast` has come since the last call: it is made again by whoever made that
+    begun: Forecast | None = None  # what was expected when the newest call began
+    newest: str = ""  # the id of that call
     totals: Totals = field(default_factory=Totals)
 
 

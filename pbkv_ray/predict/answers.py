@@ -12,7 +12,6 @@ that is worth 1 to 7 points of top-1 at the first step, on every trace (tests/re
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,50 +26,48 @@ def length_class(tokens: int) -> int:
     return min(LENGTHS - 1, int(1.5 * math.log1p(max(0, tokens))))
 
 
-class _Agent:
-    """What followed the answers of one agent. `counts`: [who was called (END first), step, length class]."""
+class _Workflow:
+    """counts: [agent, who was called, step, length class]; column 0 of "who" is END's, agents come behind it."""
 
-    def __init__(self, horizon: int, columns: int) -> None:
-        self.counts = np.zeros((columns, horizon, LENGTHS), np.float32)
-        self._seen = self._seen_at_table = 0
-        self._table: Array | None = None
+    def __init__(self, horizon: int) -> None:
+        self.columns: dict[str | None, int] = {None: 0}
+        self.counts = np.zeros((4, 4, horizon, LENGTHS), np.float32)
+        self.seen = np.zeros(4, np.int64)  # observations of each agent
+        self.tables: dict[int, tuple[int, Array]] = {}  # agent -> what `seen` was then, see `likelier`
 
-    def widen(self, columns: int) -> None:
-        if len(self.counts) < columns:
-            self.counts = np.pad(self.counts, [(0, columns - len(self.counts)), (0, 0), (0, 0)])
-            self._table = None
+    def column(self, name: str, most: int) -> int | None:
+        """The place of an agent; None beyond the bound."""
+        known = self.columns.get(name)
+        if known is None and len(self.columns) < most:
+            known = self.columns[name] = len(self.columns)
+            if known == len(self.seen):
+                self.counts = np.pad(self.counts, [(0, known), (0, known), (0, 0), (0, 0)])
+                self.seen = np.pad(self.seen, (0, known))
+                self.tables.clear()
+        return known
 
-    def observe(self, column: int, step: int, tokens: int) -> None:
-        self._seen += 1
-        if self._seen > _MEMORY:
-            self.counts *= 0.5
-            self._seen = self._seen_at_table = self._seen // 2
-        self.counts[column, step, length_class(tokens)] += 1.0
-
-    def likelier(self) -> Array:
+    def likelier(self, agent: int) -> Array:
         """[length class, who + 1, step] P(length | who follows) / P(length); the last row, ones, is for strangers."""
         # It moves little once much was seen: look again after 3 % more observations.
-        if self._table is None or self._seen > self._seen_at_table + self._seen_at_table // 32:
-            usual = self.counts.sum(0)  # [step, length class]
+        seen = int(self.seen[agent])
+        known = self.tables.get(agent)
+        if known is None or seen > known[0] + known[0] // 32:
+            counts = self.counts[agent]
+            usual = counts.sum(0)  # [step, length class]
             expected = (usual + 1.0 / LENGTHS) / (usual.sum(-1, keepdims=True) + 1.0)
-            table = (self.counts / expected + _TRUST) / (self.counts.sum(-1, keepdims=True) + _TRUST)
-            self._table = np.pad(table, [(0, 1), (0, 0), (0, 0)], constant_values=1.0).transpose(2, 0, 1)
-            self._seen_at_table = self._seen
-        return self._table
-
-
-@dataclass(slots=True)
-class _Workflow:
-    columns: dict[str | None, int] = field(default_factory=lambda: {None: 0})
-    agents: dict[str, _Agent] = field(default_factory=dict)
+            table = (counts / expected + _TRUST) / (counts.sum(-1, keepdims=True) + _TRUST)
+            table = np.pad(table, [(0, 1), (0, 0), (0, 0)], constant_values=1.0).transpose(2, 0, 1)
+            known = self.tables[agent] = seen, table
+        return known[1]
 
 
 class AnswerLengths:
     """Bounded: agents beyond `max_agents` of a workflow, and workflows not used lately, are not told apart by what they
     answer. Not thread-safe."""
 
-    def __init__(self, horizon: int = 10, max_agents: int = 32, max_workflows: int = 256) -> None:
-        self._horizon, self._max_agents, self._max_workflows = horizon, max_agents, max_workflows
+    def __init__(self, horizon: int = 10, max_agents: int = 31, max_workflows: int = 64) -> None:
+        """A workflow takes a megabyte at most."""
+        self._horizon, self._most, self._max_workflows = horizon, 1 + max_agents, max_workflows
         self._workflows: OrderedDict[str, _Workflow] = OrderedDict()
 
     def observe(
@@ -80,38 +77,37 @@ class AnswerLengths:
         last one's last; None where they are not known."""
         known = self._workflows.get(workflow)
         if known is None:
-            known = self._workflows[workflow] = _Workflow()
+            known = self._workflows[workflow] = _Workflow(self._horizon)
             if len(self._workflows) > self._max_workflows:
                 self._workflows.popitem(last=False)
         self._workflows.move_to_end(workflow)
-        column = self._column(known, following)
-        if column is None:
-            return
+        who = 0 if following is None else known.column(following, self._most)
+        agents, steps, classes = [], [], []
         for step in range(min(self._horizon, len(history), len(lengths))):
-            agent, tokens = history[-1 - step], lengths[-1 - step]
-            if tokens is not None and self._column(known, agent) is not None:
-                known.agents[agent].observe(column, step, tokens)
+            tokens, agent = lengths[-1 - step], known.column(history[-1 - step], self._most)
+            if tokens is not None and agent is not None and who is not None:
+                agents.append(agent)
+                steps.append(step)
+                classes.append(length_class(tokens))
+        if agents:
+            known.counts[agents, who, steps, classes] += 1.0  # every step once: no place twice
+            np.add.at(known.seen, agents, 1)
+            last = agents[0]
+            if known.seen[last] > _MEMORY:
+                known.counts[last] *= 0.5
+                known.seen[last] //= 2
+                known.tables.pop(last, None)
 
     def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
-        """`forecast`, made when the run called `agent`, now that it has answered with so many tokens."""
+        """`forecast`, made when the run called `agent`, now that it has answered with so many tokens. Its waits stay
+        those of the call's start."""
         known = self._workflows.get(workflow)
-        seen = None if known is None else known.agents.get(agent)
-        if known is None or seen is None:
+        column = None if known is None else known.columns.get(agent)
+        if known is None or column is None or not known.seen[column]:
             return forecast
         steps = min(self._horizon, len(forecast.step))
         rows = [known.columns.get(name, -1) for name in forecast.agents]
-        rows.append(known.columns[None])
+        rows.append(0)
         step = forecast.step.copy()
-        step[:steps] *= seen.likelier()[length_class(tokens), rows, :steps].T
+        step[:steps] *= known.likelier(column)[length_class(tokens), rows, :steps].T
         return Forecast(forecast.agents, step / step.sum(1, keepdims=True), forecast.wait_s)
-
-    def _column(self, known: _Workflow, name: str | None) -> int | None:
-        """The place of an agent, or of END; a new agent gets one while there are any."""
-        column = known.columns.get(name)
-        if column is None and name is not None and len(known.columns) <= self._max_agents:
-            column = known.columns[name] = len(known.columns)
-            places = max(4, 1 << column.bit_length())
-            for seen in known.agents.values():
-                seen.widen(places)
-            known.agents[name] = _Agent(self._horizon, places)
-        return column

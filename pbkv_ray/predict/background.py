@@ -14,7 +14,8 @@ from pbkv_ray.core.forecast import CallFacts, Forecast
 from pbkv_ray.predict.folder import ModelFolder
 from pbkv_ray.predict.serving import Served
 
-Deliver = Callable[[str, tuple[str, ...], Forecast], None]  # run_id, the history that was asked about, the answer
+# run_id, the history that was asked about, what was known of its last call, the answer
+Deliver = Callable[[str, tuple[str, ...], CallFacts | None, Forecast], None]
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Background:
         for (run_id, one), forecast in zip(batch, self._served.finish(job, together, seconds), strict=True):
             if forecast is not None:
                 self.counters["delivered"] += 1
-                self._deliver(run_id, one.history, forecast)
+                self._deliver(run_id, one.history, one.call, forecast)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ class Counts:
 
     def __init__(self, train: Sequence[Run], options: CountsOptions, answered: bool = False) -> None:
         self.counts = VariableOrderCounts(options)
-        self._horizon, self._answered = options.horizon, answered
+        self._horizon, self.answered = options.horizon, answered
         self.complete(train)
 
     def probability(self, runs: Sequence[Run], agents: Sequence[str]) -> Array:
@@ -58,7 +58,7 @@ class Counts:
             histories = [run.agents[: i + 1] for i in range(len(run.agents))]
             forecasts = self.counts.forecasts(run.workflow, histories, self._horizon)
             known = [f for f in forecasts if f is not None]
-            if self._answered:
+            if self.answered:
                 tokens = run.output_tokens.tolist()
                 calls = zip(run.agents, tokens, known, strict=True)
                 known = [self.counts.refined(run.workflow, *call) for call in calls]
@@ -92,11 +92,12 @@ class Net:
 def mixtures(model: Model, train: Sequence[Run], validation: Sequence[Run]) -> dict[str, Any]:
     """For config.json: [K] weight of the net in service, against counts that have seen the same runs; `mixture` at the
     start of a call, `mixture_later` at its later stages."""
-    options = CountsOptions(horizon=model.net.options.horizon)
+    counts = Counts(train, CountsOptions(horizon=model.net.options.horizon))
     label = labels_of(validation, model.agents, model.net.options.horizon)
 
     def weight(stage: Stage) -> list[float]:
-        counted = Counts(train, options, answered=stage == "finished").probability(validation, model.agents)
+        counts.answered = stage == "finished"
+        counted = counts.probability(validation, model.agents)
         own = scale(Net(model, stage).probability(validation, model.agents), model.temperature)
         return [float(share) for share in fit_mixture(counted, own, label)]
 

@@ -85,7 +85,7 @@ class VariableOrderCounts:
         self.options = options or CountsOptions()
         self.dropped = {"workflows": 0, "contexts": 0, "agents": 0}
         self._workflows: OrderedDict[str, _Workflow] = OrderedDict()
-        self._answers = AnswerLengths(self.options.horizon, max_workflows=self.options.max_workflows)
+        self._answers = AnswerLengths(self.options.horizon)
         self._observed = 0
         _compile()
 

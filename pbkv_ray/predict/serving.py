@@ -160,7 +160,7 @@ class Served:
             else:
                 if None not in better:
                     return better
-        plain = self.counts.expected(workflow, histories, horizon) if job is None else job.plain
+        plain = self._counted(workflow, histories, horizon, calls) if job is None else job.plain
         self.counters["forecasts_counts"] += len(histories)
         return [None] * len(histories) if plain is None else [*plain.forecasts()]
 
@@ -176,8 +176,7 @@ class Served:
         desk = self._desks.get(workflow)
         if desk is None or not all(histories):
             return None
-        answers = [None if call is None else call.output_tokens for call in calls]
-        plain = self.counts.expected(workflow, histories, horizon, answers)
+        plain = self._counted(workflow, histories, horizon, calls)
         if plain is None:
             return None
         own = [tuple(history) for history in histories]
@@ -187,6 +186,12 @@ class Served:
             self._drop(workflow, desk, "net_errors")
             return None
         return Job(workflow, desk, list(runs) or [""] * len(own), own, plain, work)
+
+    def _counted(
+        self, workflow: str, histories: Sequence[Sequence[str]], horizon: int, calls: Sequence[CallFacts | None]
+    ) -> Expected | None:
+        answers = [None if call is None else call.output_tokens for call in calls]
+        return self.counts.expected(workflow, histories, horizon, answers)
 
     def finish(self, job: Job, together: Array, seconds: float) -> list[Forecast | None]:
         """What `job.run` answered; None where counts serve, because the gate is closed or the net is unfit."""

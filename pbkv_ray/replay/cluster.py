@@ -237,10 +237,10 @@ class ClusterDriver(OwnedDriver):
         self._shared = shared
         shared.drivers.append(self)
 
-    def _publish(self, run_id: str, workflow: str, forecast: Forecast, made_s: float) -> None:
+    def _publish(self, run_id: str, workflow: str, forecast: Forecast | None, made_s: float) -> None:
         self._shared.version += 1
         for driver in self._shared.drivers:
-            driver.index.update(run_id, forecast, version=self._shared.version, at_s=made_s, workflow=workflow)
+            driver._hear(run_id, workflow, forecast, self._shared.version, made_s)
 
 
 def make_drivers(policy: str, replicas: int, base: TreeOptions, unit_tokens: int) -> list[Driver]:

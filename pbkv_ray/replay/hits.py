@@ -78,7 +78,8 @@ def replay_order(workload: Workload, order: Sequence[OrderedCall], keys: Keys, d
         else:
             hits.refused_calls += 1
         hits.add(call.agent, len(prompt) * unit if keys.known_only else call.prompt_tokens, device, host)
-        if item.last:
+        if item.last:  # at once: what comes after it must not wait for the end of the answer
+            driver.call_finished(run.run_id, run.workflow, history, call.output_tokens, item.at_s)
             driver.run_ended(run.run_id, run.workflow, history, item.at_s)
         else:
             heapq.heappush(answers, (item.ends_s, number))

@@ -140,11 +140,7 @@ class OwnedDriver:
         return made
 
     def call_started(self, run_id: str, workflow: str, history: Sequence[str], at_s: float) -> None:
-        forecast = self.forecasts.started(run_id, workflow, history, at_s)
-        if forecast is None:
-            self.index.tick(at_s)
-        else:
-            self._publish(run_id, workflow, forecast, at_s)
+        self._publish(run_id, workflow, self.forecasts.started(run_id, workflow, history, at_s), at_s)
 
     def call_finished(self, run_id: str, workflow: str, history: Sequence[str], tokens: int, at_s: float) -> None:
         self.index.answered(run_id, at_s)
@@ -156,9 +152,15 @@ class OwnedDriver:
         self.forecasts.ended(run_id, workflow, history)
         self.index.end(run_id, at_s)
 
-    def _publish(self, run_id: str, workflow: str, forecast: Forecast, made_s: float) -> None:
+    def _publish(self, run_id: str, workflow: str, forecast: Forecast | None, made_s: float) -> None:
         self._version += 1
-        self.index.update(run_id, forecast, version=self._version, at_s=made_s, workflow=workflow)
+        self._hear(run_id, workflow, forecast, self._version, made_s)
+
+    def _hear(self, run_id: str, workflow: str, forecast: Forecast | None, version: int, made_s: float) -> None:
+        if forecast is None:
+            self.index.tick(made_s)
+        else:
+            self.index.update(run_id, forecast, version=version, at_s=made_s, workflow=workflow)
 
 
 def _cache() -> type[Any]:

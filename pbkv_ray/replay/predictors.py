@@ -19,7 +19,7 @@ NAMES = ("counts", "order-1", "order-2", "order-3", "graphsage", "served", "misl
 def predictor_of(name: str, train: Workload | None) -> Callable[[], Predictor]:
     """Makes a fresh predictor for each policy. counts: variable order; order-N: the last N agents alone; graphsage:
     the net alone, trained on `train`; served: the net beside the counts and behind its gate, as in service; misled:
-    sure and wrong.
+    sure and wrong. At the end of a call each is refined by the length of the answer, in proportion to what was counted.
 
     Raises ConfigError for an unknown name, and for a net without `train`.
     """

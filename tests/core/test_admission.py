@@ -51,7 +51,7 @@ def test_as_many_as_cannot_hurt_come_in_without_waiting() -> None:
             rule.called(0.0, 0.0, token_s, now_s, in_flight=rule.limit)
             now_s += 4.0 / rule.limit
         grown.append(rule.limit)
-    assert grown == [63, 8, 5]  # towards 80; at 8; one more every quarter of a run, as thrash allows
+    assert grown == [68, 8, 5]  # towards 80; at 8; one more every quarter of a run, as thrash allows
 
 
 def test_how_many_cannot_hurt_is_not_known_before_a_run_has_ended() -> None:
@@ -92,6 +92,42 @@ def test_a_pause_does_not_make_prompts_look_cheap() -> None:
     assert rule.limit <= 4
     assert rule.thrash > 0.25 * before[1]
     assert rule.bearable < 4 * before[2]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_crowd_after_an_idle_hour_does_not_rush_in(before: int) -> None:
+    """A quiet engine, an hour of nobody, then runs whose prefill is all that the engine does: nothing is bearable."""
+    rule = Admission(100_000)
+    rule.ended(50_000, 4, 4 * 800)
+    now_s = serve(rule, 30, 0.0, in_flight=before, every_s=2.0, token_s=0.001) + 3_600
+    limits = []
+    for _ in range(100):
+        now_s += 0.8
+        rule.called(0.5, 0.8, 0.001, now_s, in_flight=rule.limit)
+        limits.append(rule.limit)
+    assert max(limits) <= 16  # for a while the hour looks like room: 8 mean gaps of it
+    assert limits[-1] < 4
+
+
+def test_thrash_does_not_shrink_the_limit_below_what_cannot_hurt() -> None:
+    rule = Admission(100_000)
+    rule.ended(10_000, 4, 4 * 1_000)
+    assert rule.limit == 20
+    now_s = 0.0
+    for _ in range(600):  # every run calls each ten seconds; a whole prompt takes .7 s, thrash .3 of the time
+        gap_s = 10.0 / rule.limit
+        now_s += gap_s
+        rule.called(0.3 * gap_s, 0.3 * gap_s, 0.0007, now_s, in_flight=rule.limit)
+    assert rule.thrash > rule.options.high
+    assert rule.limit in (9, 10)
+
+
+def test_there_is_no_hurry_while_there_is_room() -> None:
+    rule = Admission(100_000)
+    rule.ended(50_000, 4, 4 * 1_000)
+    serve(rule, 50, 0.0, in_flight=2, token_s=0.00001)
+    assert rule.bearable > 100
+    assert rule.limit == 4
 
 
 def test_a_run_without_calls_teaches_nothing_that_could_hurt() -> None:

@@ -37,6 +37,25 @@ def test_who_answered_first_calls_first() -> None:
     assert made.peek(Tier.DEVICE) == "a"
 
 
+def test_what_the_next_call_reads_is_weighed_by_the_trail_of_its_own_run() -> None:
+    """The coder in turn goes on with its prompt and begins anew: which is next, only the run's own last call tells."""
+    made: ReuseIndex[str] = ReuseIndex(TimeScore())
+    for run in range(40):
+        for block in (1, 1, 2, 2, 3, 3):
+            made.call(f"r{run}", "coder", workflow="flow", blocks=[1_000 * run + block] * 4, at_s=float(run))
+    on = Forecast(("coder",), np.array([[1.0, 0.0]]))
+    for run, blocks in (("began", (-1,)), ("went on", (-2, -2))):
+        for block in blocks:
+            made.call(run, "coder", workflow="flow", blocks=[block] * 4, at_s=50.0)
+        made.add(run, 64)
+        made.set_tier(run, Tier.DEVICE, resident=True, evictable=True)
+        made.use(run, run, "coder", workflow="flow")
+        made.update(run, on, version=1, at_s=50.0, workflow="flow")
+    assert made.peek(Tier.DEVICE) == "went on"
+    assert made.next_call("began") > 0.9
+    assert made.next_call("went on") < 0.1
+
+
 def test_the_next_call_teaches_how_long_the_tool_took() -> None:
     made: ReuseIndex[str] = ReuseIndex(TimeScore())
     for at_s in range(0, 600, 3):  # a second for the answer, two for the tool

@@ -201,12 +201,36 @@ def test_the_answer_of_an_aborted_call_or_of_one_of_several_at_a_time_changes_no
     controller, predictor = make_controller()
     controller.handle(RunStarted("r1", "swe", 0.0), CallStarted("r1", "a", 1, "c1", 1.0))
     assert controller.handle(CallFinished("r1", "a", 1, "c1", 2.0, "abort", 500, 900)) == []
-    controller.handle(CallStarted("r1", "b", 2, "c2", 3.0), CallStarted("r1", "b", 2, "c3", 3.0))
+    controller.handle(CallStarted("r1", "b", 2, "c2", 3.0), CallStarted("r1", "c", 2, "c3", 3.0))
     assert controller.handle(CallFinished("r1", "b", 2, "c2", 4.0, "stop", 500, 900)) == []
-    (refined,) = controller.handle(CallFinished("r1", "b", 2, "c3", 5.0, "stop", 500, 901))  # nothing else is awaited
+    (refined,) = controller.handle(CallFinished("r1", "c", 2, "c3", 5.0, "stop", 500, 901))  # the newest one
     assert refined.version == 3
     controller.handle(RunEnded("r1", "completed", 6.0))
-    assert predictor.answers[-1] == (("a", "b", "b"), (None, None, 901), None)
+    assert predictor.answers[-1] == (("a", "b", "c"), (None, None, 901), None)
+
+
+def test_a_call_whose_end_was_lost_does_not_silence_those_that_follow():
+    controller, _ = make_controller()
+    controller.handle(RunStarted("r1", "swe", 0.0), CallStarted("r1", "a", 1, "lost", 1.0))
+    controller.handle(CallStarted("r1", "a", 2, "c2", 3.0))
+    (refined,) = controller.handle(CallFinished("r1", "a", 2, "c2", 4.0, "stop", 500, 900))
+    assert refined.version == 3
+
+
+def test_beyond_a_rate_answers_change_nothing_and_are_counted():
+    controller, _ = make_controller(max_learned_per_s=2)
+    started = [CallStarted(f"r{i}", "a", 1, f"c{i}", 1.0) for i in range(4)]
+    controller.handle(*(RunStarted(f"r{i}", "swe", 0.0) for i in range(4)), *started)
+    ended = [CallFinished(f"r{i}", "a", 1, f"c{i}", 9.0, "stop", 500, 900) for i in range(4)]
+    assert [action.run_id for action in controller.handle(*ended)] == ["r0", "r1"]  # rested since: learning did not
+    assert controller.counts["answers_not_heeded"] == 2
+
+
+def test_an_answer_that_moves_a_forecast_by_next_to_nothing_is_not_told():
+    controller, predictor = make_controller()
+    predictor.refined = lambda workflow, agent, tokens, forecast: replace(forecast, step=forecast.step * 0.99 + 0.005)
+    controller.handle(RunStarted("r1", "swe", 0.0), CallStarted("r1", "a", 1, "c1", 1.0))
+    assert controller.handle(CallFinished("r1", "a", 1, "c1", 2.0, "stop", 500, 900)) == []
 
 
 def test_calls_that_start_and_finish_in_one_batch_bring_one_forecast():
@@ -214,6 +238,8 @@ def test_calls_that_start_and_finish_in_one_batch_bring_one_forecast():
     events = CallStarted("r1", "a", 1, "c1", 1.0), CallFinished("r1", "a", 1, "c1", 2.0, "stop", 500, 900)
     (refined,) = controller.handle(RunStarted("r1", "swe", 0.0), *events)
     assert (refined.version, refined.forecast.step.tolist()) == (1, predictor.forecast_made.step[::-1].tolist())
+    events = CallStarted("r1", "b", 2, "c2", 3.0), CallFinished("r1", "b", 2, "c2", 4.0, "stop", 500, 20)
+    assert controller.handle(*events) == [PublishForecast("r1", 2, predictor.forecast_made, 3.0)]
 
 
 def test_an_engine_is_credited_only_under_the_epoch_with_which_it_joined():

@@ -32,7 +32,7 @@ def test_beyond_the_pool_new_runs_wait_and_are_told_why() -> None:
     assert gate.held(4) is None  # nothing was computed again so far: one more may try
     assert gate.held(5) == (
         "5 runs are in flight, and with one more they would hold about 12000 tokens of a cache of 10000; 5 may run "
-        "until one ends, as 0% of the engines' time goes into computing again what was evicted"
+        "until one ends. 0% of the engines' time goes into computing again what was evicted"
     )
     gate.ended("run0")
     assert gate.held(4) is None

@@ -125,6 +125,36 @@ def test_whose_prompt_a_call_went_on_with_tells_what_the_agents_alone_do_not() -
     assert max(after_new[30:]) < 0.1
 
 
+def trail(prompts: Prompts, run: str) -> list[tuple[str, str]]:
+    return list(prompts.learned._runs[run].trail)
+
+
+def test_a_call_is_told_by_whose_prompt_it_went_on_with() -> None:
+    prompts = Prompts()
+    prompts.call("r", "coder", "SYS one")
+    assert trail(prompts, "r") == [("coder", "")]
+    prompts.call("r", "coder", "SYS one more")
+    assert trail(prompts, "r") == [("coder", ""), ("coder", "coder")]
+    prompts.call("r", "tester", "SYS one more test")
+    assert trail(prompts, "r")[1] == ("tester", "coder")
+    prompts.call("r", "coder", "other")
+    assert trail(prompts, "r")[1] == ("coder", "")
+    prompts.call("r", "coder", "SYS one moreand")  # what it had left
+    assert trail(prompts, "r")[1][1] not in ("", "coder", "tester")
+
+
+def test_what_all_runs_begin_with_is_nobodys_prompt() -> None:
+    prompts = Prompts()
+    for run in ("r1", "r2"):
+        prompts.call(run, "coder", f"SYS {run}")
+        prompts.call(run, "tester", f"SYS {run}t")
+    prompts.call("r2", "coder", "SYS x")
+    assert trail(prompts, "r2") == [("tester", "coder"), ("coder", "")]
+    prompts.call("r3", "coder", "SYS a")
+    prompts.call("r3", "coder", "SYS b")
+    assert trail(prompts, "r3") == [("coder", ""), ("coder", "")]
+
+
 def test_three_contexts_in_turn_come_back_to_what_was_left_twice() -> None:
     prompts = Prompts()
     for run in range(30):

@@ -54,13 +54,20 @@ def test_a_better_forecast_replaces_the_first_one_unless_it_comes_after_the_next
     assert (controller.counts["forecasts_late"], controller.counts["events_late"]) == (1, 1)
 
 
-def test_an_answer_brings_what_counts_make_of_its_length_unless_something_better_came_during_the_call():
+def test_an_answer_brings_what_counts_make_of_its_length():
     controller = Controller(ControllerOptions(), FakePredictor())
     controller.handle(SWE, call(2))
     answer = CallFinished("r1", "coder", 2, "c2", 2.9, "stop", 100, 20)
     assert controller.handle(answer) == [PublishForecast("r1", 2, COUNTED_AT_END, 2.0)]
-    controller.handle(call(3), Reforecast("r1", 2, BETTER, 3.5))
-    assert controller.handle(CallFinished("r1", "coder", 3, "c3", 3.9, "stop", 100, 20)) == []
+
+
+def test_a_better_forecast_that_does_not_know_the_answer_comes_too_late_once_it_is_there():
+    controller = Controller(ControllerOptions(), FakePredictor())
+    controller.handle(SWE, call(2), CallFinished("r1", "coder", 2, "c2", 2.9, "stop", 100, 20))
+    assert controller.handle(Reforecast("r1", 1, BETTER, 3.0)) == []
+    assert controller.handle(Reforecast("r1", 1, BETTER, 3.1, answered=True)) == [PublishForecast("r1", 2, BETTER, 3.1)]
+    assert controller.counts["forecasts_late"] == 1
+    assert controller.handle(call(3)) == [PublishForecast("r1", 3, COUNTED, 3.0)]
 
 
 def test_a_predictor_that_raises_costs_forecasts_and_nothing_else():

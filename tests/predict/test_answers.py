@@ -67,10 +67,36 @@ def test_agents_and_workflows_beyond_the_bounds_are_not_told_apart() -> None:
 
 
 def test_old_answers_fade() -> None:
+    """After many runs that end whatever the length, one that went on weighs as much as hundreds did long ago."""
+    lengths = AnswerLengths()
+    for _ in range(15_000):
+        lengths.observe("math", ["verifier"], [10], "selector")
+    for _ in range(60_000):
+        lengths.observe("math", ["verifier"], [400], "selector")
+    faded = lengths.refined("math", "verifier", 10, EVEN).step[0]
+    assert faded[0] < 0.55  # as likely as long answers would have it: 15,000 of 75,000 would say nothing either
+    counted = lengths._workflows["math"].counts
+    assert counted.sum() < 25_000
+
+
+def test_more_agents_keep_what_was_learned_of_the_first_ones() -> None:
     lengths = taught()
-    for _ in range(5_000):
+    before = lengths.refined("math", "verifier", 10, EVEN).step
+    for i in range(20):
+        lengths.observe("math", [f"agent{i}"], [i], "selector")
+    after = lengths.refined("math", "verifier", 10, EVEN).step
+    assert after[0] == pytest.approx(before[0])
+    wide = Forecast(("agent19", *AGENTS), np.array([[0.25, 0.25, 0.0, 0.5]]))
+    lengths.observe("math", ["verifier"], [10], "agent19")
+    assert lengths.refined("math", "verifier", 10, wide).step.shape == (1, 4)
+
+
+def test_what_was_learned_lately_shows_soon() -> None:
+    lengths = taught()
+    before = lengths.refined("math", "verifier", 10, EVEN).step[0, 2]
+    for _ in range(10):
         lengths.observe("math", ["verifier"], [10], None)
-    assert lengths.refined("math", "verifier", 10, EVEN).step[0, 2] > 0.4
+    assert lengths.refined("math", "verifier", 10, EVEN).step[0, 2] > before + 0.05
 
 
 def test_lengths_are_told_apart_by_their_ratio() -> None:

@@ -180,7 +180,7 @@ class Answers:
         self._news = asyncio.Event()
         self.background = Background(served, self._deliver, **options)
 
-    def _deliver(self, run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
+    def _deliver(self, run_id: str, history: tuple[str, ...], call: CallFacts | None, forecast: Forecast) -> None:
         self.got.append((run_id, history, round(float(forecast.step[0, forecast.agents.index("x")]), 1)))
         self._news.set()
 
@@ -273,7 +273,7 @@ async def test_what_hears_the_answers_may_fail_and_the_next_batch_goes_on() -> N
     served = with_open_gate(lambda paths: [[0, 1, 0, 0]] * len(paths))
     heard = asyncio.Event()
 
-    def deliver(run_id: str, history: tuple[str, ...], forecast: Forecast) -> None:
+    def deliver(run_id: str, history: tuple[str, ...], call: CallFacts | None, forecast: Forecast) -> None:
         if run_id == "one":
             raise ZeroDivisionError
         heard.set()

@@ -4,6 +4,8 @@ import numpy as np
 
 from pbkv_ray.predict.counts import VariableOrderCounts
 from pbkv_ray.replay.forecasts import Forecasts, Made
+from pbkv_ray.replay.owned import OwnedDriver
+from pbkv_ray.replay.tree import TreeOptions
 
 LOOP = ("plan", "code", "plan", "code", "plan")
 
@@ -53,6 +55,26 @@ def test_noise_is_mixed_into_what_is_given_and_not_into_what_is_kept() -> None:
     noisy = served(Forecasts(VariableOrderCounts(), noise=1.0, made=made), "r", (300, 50, 300))
     assert np.allclose([row[-1] for row in noisy], [row[-1] for row in exact])  # END keeps its probability
     assert all(np.allclose(row[:-1], row[0]) for row in noisy)
+
+
+def test_a_cache_hears_of_an_answer_what_it_changes() -> None:
+    forecasts = Forecasts(VariableOrderCounts())
+    for i in range(20):
+        served(forecasts, f"a{i}", (300, 50, 300, 50, 5))
+        served(forecasts, f"b{i}", (300, 50, 5))
+    driver = OwnedDriver("pbkv+", TreeOptions(100), 1, forecasts=forecasts)
+    ends = []
+    for made, tokens in ((1, 300), (2, 50), (3, 5)):
+        for hear in ("started", "answered"):
+            if hear == "started":
+                driver.call_started("now", "w", LOOP[:made], float(made))
+            else:
+                driver.call_finished("now", "w", LOOP[:made], tokens, made + 0.5)
+            heard = driver.index.owners.runs["now"].forecast
+            assert heard is not None
+            ends.append(round(float(heard.step[0, -1]), 1))
+    assert ends == [0.0, 0.0, 0.0, 0.0, 0.5, 0.9]
+    assert driver.index.owners.runs["now"].made_s == 3.0  # waits are those of the call's start
 
 
 def test_whoever_knows_the_future_is_not_told_more_by_an_answer() -> None:

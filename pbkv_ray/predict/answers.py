@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pbkv_ray.core.forecast import Array, Forecast
 
@@ -34,17 +35,25 @@ class _Workflow:
         self.counts = np.zeros((4, 4, horizon, LENGTHS), np.float32)
         self.seen = np.zeros(4, np.int64)  # observations of each agent
         self.tables: dict[int, tuple[int, Array]] = {}  # agent -> what `seen` was then, see `likelier`
+        self._rows: tuple[tuple[str, ...], npt.NDArray[np.intp]] = (), np.zeros(1, np.intp)
 
     def column(self, name: str, most: int) -> int | None:
         """The place of an agent; None beyond the bound."""
         known = self.columns.get(name)
         if known is None and len(self.columns) < most:
             known = self.columns[name] = len(self.columns)
+            self._rows = (), np.zeros(1, np.intp)
             if known == len(self.seen):
                 self.counts = np.pad(self.counts, [(0, known), (0, known), (0, 0), (0, 0)])
                 self.seen = np.pad(self.seen, (0, known))
                 self.tables.clear()
         return known
+
+    def rows(self, agents: tuple[str, ...]) -> npt.NDArray[np.intp]:
+        """Where in a table the columns of a forecast are, END's last; -1 for strangers."""
+        if self._rows[0] != agents:  # forecasts of a workflow have the same agents, but for new ones
+            self._rows = agents, np.array([*(self.columns.get(name, -1) for name in agents), 0], np.intp)
+        return self._rows[1]
 
     def likelier(self, agent: int) -> Array:
         """[length class, who + 1, step] P(length | who follows) / P(length); the last row, ones, is for strangers."""
@@ -106,8 +115,6 @@ class AnswerLengths:
         if known is None or column is None or not known.seen[column]:
             return forecast
         steps = min(self._horizon, len(forecast.step))
-        rows = [known.columns.get(name, -1) for name in forecast.agents]
-        rows.append(0)
         step = forecast.step.copy()
-        step[:steps] *= known.likelier(column)[length_class(tokens), rows, :steps].T
+        step[:steps] *= known.likelier(column)[length_class(tokens)][known.rows(forecast.agents)].T[:steps]
         return Forecast(forecast.agents, step / step.sum(1, keepdims=True), forecast.wait_s)

@@ -178,8 +178,7 @@ class Controller:
         run = self.runs.end(run_id, outcome, at_s)
         self.counts[f"runs_{outcome}"] += 1
         if run is not None and outcome == "completed" and run.history and self._may_learn(at_s):
-            self._predictor.observe(run.workflow, tuple(run.history), None, run_id)
-            self._predictor.observe_answers(run.workflow, run.history, run.answers, None)
+            self._predictor.observe(run.workflow, tuple(run.history), None, run_id, run.answers)
         # Also when the run was unknown: an engine may still hold its nodes from before a restart.
         return [RetireRun(run_id, at_s)]
 
@@ -192,8 +191,7 @@ class Controller:
             run.calls[event.call_id] = event.agent, event.step
         self.counts["calls_started"] += 1
         if self._may_learn(event.at_s):
-            self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id)
-            self._predictor.observe_answers(run.workflow, run.history, run.answers, event.agent)
+            self._predictor.observe(run.workflow, tuple(run.history), event.agent, run.run_id, run.answers)
             if run.called_s is not None:
                 waited_s = max(0.0, event.at_s - run.called_s)
                 self._predictor.observe_wait(run.workflow, run.history[-1], event.agent, waited_s)

@@ -67,19 +67,22 @@ class Predictor(Protocol):
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         """The workflow's graph: what there is to go by before the first observation. Idempotent."""
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
-        """After `history` the run called `following`, or ended (None). `run_id`: whose forecasts it judges."""
+    def observe(
+        self,
+        workflow: str,
+        history: Sequence[str],
+        following: str | None,
+        run_id: str = "",
+        answers: Sequence[int | None] = (),
+    ) -> None:
+        """After `history` the run called `following`, or ended (None). `run_id`: whose forecasts it judges. `answers`:
+        output tokens of the last calls of `history`, None where they are not known."""
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         """A call of `following` started so long after its run's call of `agent` had."""
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         """None when nothing is known: the engine then keeps to recency."""
-
-    def observe_answers(
-        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
-    ) -> None:
-        """What `observe` is told, and the output tokens of the last calls of `history`, as far as they are known."""
 
     def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
         """`forecast`, made when `agent` was called, once it has answered with so many tokens."""
@@ -98,19 +101,21 @@ class Guarded:
     def prior(self, workflow: str, agents: Sequence[str], edges: Iterable[tuple[str, str]]) -> None:
         self._try(lambda: self._predictor.prior(workflow, agents, edges))
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
-        self._try(lambda: self._predictor.observe(workflow, history, following, run_id))
+    def observe(
+        self,
+        workflow: str,
+        history: Sequence[str],
+        following: str | None,
+        run_id: str = "",
+        answers: Sequence[int | None] = (),
+    ) -> None:
+        self._try(lambda: self._predictor.observe(workflow, history, following, run_id, answers))
 
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         self._try(lambda: self._predictor.observe_wait(workflow, agent, following, seconds))
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         return self._try(lambda: self._predictor.forecast(workflow, history, horizon))
-
-    def observe_answers(
-        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
-    ) -> None:
-        self._try(lambda: self._predictor.observe_answers(workflow, history, lengths, following))
 
     def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
         return self._try(lambda: self._predictor.refined(workflow, agent, tokens, forecast)) or forecast

@@ -69,8 +69,7 @@ class Counts:
         for run in validation:
             tokens = run.output_tokens.tolist()
             for i, following in enumerate((*run.agents, None)):
-                self.counts.observe(run.workflow, run.agents[:i], following)
-                self.counts.observe_answers(run.workflow, run.agents[:i], tokens[:i], following)
+                self.counts.observe(run.workflow, run.agents[:i], following, answers=tokens[:i])
 
 
 @dataclass

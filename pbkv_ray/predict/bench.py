@@ -96,8 +96,7 @@ def bench(
             tokens = generator.integers(1, 1_000, len(path)).tolist()
             for i in range(len(path) + 1):
                 following = path[i] if i < len(path) else None
-                served.observe("bench", path[:i], following)
-                served.observe_answers("bench", path[:i], tokens[:i], following)
+                served.observe("bench", path[:i], following, answers=tokens[:i])
             for agent, following in pairwise(path):
                 served.observe_wait("bench", agent, following, float(generator.lognormal()))
         if name != "counts":

@@ -97,9 +97,18 @@ class VariableOrderCounts:
         """
         self._workflow(workflow).set_graph(tuple(agents), tuple(edges))
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
+    def observe(
+        self,
+        workflow: str,
+        history: Sequence[str],
+        following: str | None,
+        run_id: str = "",
+        answers: Sequence[int | None] = (),
+    ) -> None:
         """After `history` (oldest first, [] before the first call) the run called `following`, or ended (None)."""
         self._workflow(workflow).observe(history, following)
+        if answers:
+            self._answers.observe(workflow, history, answers, following)
         self._observed += 1
         if self._observed % CHECK_EVERY == 0:
             self._bound()
@@ -107,11 +116,6 @@ class VariableOrderCounts:
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         """A call of `following` started `seconds` after its run's call of `agent` had started."""
         self._workflow(workflow).waits.observe(agent, following, seconds)
-
-    def observe_answers(
-        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
-    ) -> None:
-        self._answers.observe(workflow, history, lengths, following)
 
     def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
         return self._answers.refined(workflow, agent, tokens, forecast)

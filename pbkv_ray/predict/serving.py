@@ -110,11 +110,6 @@ class Served:
     def observe_wait(self, workflow: str, agent: str, following: str, seconds: float) -> None:
         self.counts.observe_wait(workflow, agent, following, seconds)
 
-    def observe_answers(
-        self, workflow: str, history: Sequence[str], lengths: Sequence[int | None], following: str | None
-    ) -> None:
-        self.counts.observe_answers(workflow, history, lengths, following)
-
     def refined(self, workflow: str, agent: str, tokens: int, forecast: Forecast) -> Forecast:
         return self.counts.refined(workflow, agent, tokens, forecast)
 
@@ -132,11 +127,18 @@ class Served:
     def has_net(self, workflow: str) -> bool:
         return workflow in self._desks
 
-    def observe(self, workflow: str, history: Sequence[str], following: str | None, run_id: str = "") -> None:
+    def observe(
+        self,
+        workflow: str,
+        history: Sequence[str],
+        following: str | None,
+        run_id: str = "",
+        answers: Sequence[int | None] = (),
+    ) -> None:
         desk = self._desks.get(workflow)
         if desk is not None:
             desk.judge(run_id, tuple(history), following)
-        self.counts.observe(workflow, history, following)
+        self.counts.observe(workflow, history, following, answers=answers)
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:
         return self.forecasts(workflow, [history], horizon)[0]
@@ -231,7 +233,6 @@ class _AtOnce:
         self.prior = served.prior
         self.observe = served.observe
         self.observe_wait = served.observe_wait
-        self.observe_answers = served.observe_answers
         self.refined = served.refined
 
     def forecast(self, workflow: str, history: Sequence[str], horizon: int) -> Forecast | None:

@@ -255,8 +255,7 @@ class ClosedLoop:
         """After so many calls the run went on with its next one, or ended."""
         following = run.agents[calls] if calls < len(run.agents) else None
         lengths = [call.output_tokens for call in run.calls[:calls]]
-        self._predictor.observe(run.workflow, run.agents[:calls], following)
-        self._predictor.observe_answers(run.workflow, run.agents[:calls], lengths, following)
+        self._predictor.observe(run.workflow, run.agents[:calls], following, answers=lengths)
 
     def _publish(
         self,

@@ -44,9 +44,8 @@ class Forecasts:
         if self._made is not None:
             return
         before, agent = history[:-1], history[-1]
-        self.predictor.observe(workflow, before, agent)
         answers = self._answers.setdefault(run_id, [])
-        self.predictor.observe_answers(workflow, before, answers, agent)
+        self.predictor.observe(workflow, before, agent, answers=answers)
         answers.append(None)
         if last_s is not None:
             self.predictor.observe_wait(workflow, before[-1], agent, at_s - last_s)
@@ -86,8 +85,7 @@ class Forecasts:
     def ended(self, run_id: str, workflow: str, history: Sequence[str]) -> None:
         """Safe to call again."""
         if self._called.pop(run_id, None) is not None and self._made is None:
-            self.predictor.observe(workflow, history, None)
-            self.predictor.observe_answers(workflow, history, self._answers.pop(run_id), None)
+            self.predictor.observe(workflow, history, None, answers=self._answers.pop(run_id))
 
     def _new(self, key: tuple[str, int, bool], forecast: Forecast | None) -> Forecast | None:
         if self._keep is not None:

@@ -45,11 +45,9 @@ class FakePredictor:
     def observe_wait(self, workflow, agent, following, seconds):
         self.waits.append((workflow, agent, following, seconds))
 
-    def observe(self, workflow, history, following, run_id=""):
+    def observe(self, workflow, history, following, run_id="", answers=()):
         self.taught.append((workflow, tuple(history), following))
-
-    def observe_answers(self, workflow, history, lengths, following):
-        self.answers.append((tuple(history), tuple(lengths), following))
+        self.answers.append((tuple(history), tuple(answers), following))
 
     def refined(self, workflow, agent, tokens, forecast):
         return replace(forecast, step=forecast.step[::-1]) if tokens > 100 else forecast

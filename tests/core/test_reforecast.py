@@ -17,11 +17,9 @@ SWE = RunStarted("r1", "swe", 1.0, ("coder",), (("coder", "coder"),))
 class FakePredictor:
     def prior(self, workflow, agents, edges): ...
 
-    def observe(self, workflow, history, following, run_id=""): ...
+    def observe(self, workflow, history, following, run_id="", answers=()): ...
 
     def observe_wait(self, workflow, agent, following, seconds): ...
-
-    def observe_answers(self, workflow, history, lengths, following): ...
 
     def refined(self, workflow, agent, tokens, forecast):
         return COUNTED_AT_END
@@ -76,8 +74,8 @@ def test_a_predictor_that_raises_costs_forecasts_and_nothing_else():
     assert controller.handle(call(3)) == []
     assert controller.handle(RunEnded("r1", "completed", 4.0)) == [RetireRun("r1", 4.0)]
     assert controller.runs.outcome("r1") == "completed"
-    # The graph, two calls with two forecasts, a wait, the end; and the answers' lengths at both calls and the end.
-    assert (controller.counts["predictor_errors"], controller.counts["forecasts_missing"]) == (10, 2)
+    # The graph, two calls with two forecasts, a wait, the end.
+    assert (controller.counts["predictor_errors"], controller.counts["forecasts_missing"]) == (7, 2)
 
 
 def test_listeners_hear_what_was_accepted_and_one_that_raises_harms_nobody():

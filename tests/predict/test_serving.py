@@ -56,8 +56,7 @@ def test_the_net_is_mixed_into_what_the_length_of_the_answer_has_made_of_the_cou
         for made in range(3):
             path = ("a", following)[:made]
             after = ("a", following, None)[made]
-            served.observe("swe", path, after)
-            served.observe_answers("swe", path, [tokens, 1][:made], after)
+            served.observe("swe", path, after, answers=[tokens, 1][:made])
     served.install("swe", net(after_a([0, 0.5, 0.5, 0])))
     facts = [CallFacts(output_tokens=5), CallFacts(output_tokens=900), None]
 
